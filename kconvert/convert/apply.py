@@ -1,0 +1,120 @@
+"""`apply`: write what was prepared."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kconvert.checkpoint import build_header, build_index, is_inside_hub_cache
+from kconvert.convert.prepare import Prepared, prepare
+from kconvert.errors import UsageError
+from kconvert.names import INDEX_NAME, KERNELS_DIR, MANIFEST_NAME, SINGLE_NAME, SOURCE_HEADERS_NAME
+from kconvert.plan import OutputShard
+from kconvert.rewrite import Copy, Extent, Job, OutputFile, check_output, rewrite
+
+__all__ = ["ApplyResult", "apply_recipe", "default_output"]
+
+
+@dataclass(frozen=True)
+class ApplyResult:
+    """What an `apply` did.  Sizes in bytes, times in seconds."""
+
+    output: Path
+    bytes_copied: int
+    bytes_transformed: int
+    copy_seconds: float
+    sync_seconds: float
+    check_seconds: float
+    total_seconds: float
+    peak_rss_bytes: int
+    prepared: Prepared
+
+
+def default_output(model_dir: Path) -> Path:
+    """`<model_dir>-kconvert`, beside the source.
+
+    Raises:
+        UsageError: the source lies in a Hub cache, where nothing else may be put.
+    """
+    if is_inside_hub_cache(model_dir):
+        raise UsageError(f"{model_dir} lies in a Hub cache", fix="say where to write with -o OUTPUT")
+    absolute = model_dir.absolute()
+    return absolute.with_name(f"{absolute.name}-kconvert")
+
+
+def apply_recipe(
+    recipe_name: str,
+    model_dir: Path,
+    output: Path | None = None,
+    *,
+    overwrite: bool = False,
+    model_check: bool = True,
+    trust_remote_code: bool = False,
+    on_prepared: Callable[[Prepared, Job], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> ApplyResult:
+    """Convert a checkpoint.
+
+    Args:
+        recipe_name: a recipe file, or the name of a shipped recipe.
+        model_dir: the source checkpoint; it is not changed.
+        output: where to write; `<model_dir>-kconvert` if left out.
+        overwrite: replace an output that kconvert wrote.
+        model_check: see `prepare`.
+        trust_remote_code: see `prepare`.
+        on_prepared: called once everything is checked, with what will be written.
+        on_progress: called with the number of bytes just written.
+
+    Raises:
+        KconvertError: of the kind that says what was wrong; nothing is left under the output name.
+    """
+    started = time.perf_counter()
+    target = output if output is not None else default_output(model_dir)
+    check_output(target, source=model_dir, overwrite=overwrite)
+    prepared = prepare(recipe_name, model_dir, model_check=model_check, trust_remote_code=trust_remote_code)
+    job = build_job(prepared)
+    if on_prepared is not None:
+        on_prepared(prepared, job)
+    result = rewrite(job, target, overwrite=overwrite, on_progress=on_progress)
+    return ApplyResult(
+        output=result.output,
+        bytes_copied=prepared.plan.bytes_copied,
+        bytes_transformed=prepared.plan.bytes_transformed,
+        copy_seconds=result.copy_seconds,
+        sync_seconds=result.sync_seconds,
+        check_seconds=prepared.check_seconds,
+        total_seconds=time.perf_counter() - started,
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        prepared=prepared,
+    )
+
+
+def build_job(prepared: Prepared) -> Job:
+    """Output files as extents, sidecars and packages as copies; index, source headers and manifest last."""
+    paths = {file.name: file.path for file in prepared.checkpoint.files}
+    files = tuple(_output_file(shard, paths) for shard in prepared.plan.shards)
+    copies = [Copy(item.name, item.path, item.size_bytes) for item in prepared.sidecars.copied]
+    packages = {package.copy.digest: package.copy for package in prepared.resolved.packages.values()}
+    for package in packages.values():
+        for name in package.files:
+            path = package.path / name
+            copies.append(Copy(f"{KERNELS_DIR}/{package.folder}/{name}", path, path.stat().st_size))
+    final = [(SOURCE_HEADERS_NAME, prepared.headers), (MANIFEST_NAME, prepared.manifest.to_bytes())]
+    if [file.name for file in files] != [SINGLE_NAME]:
+        weight_map = {step.target: shard.name for shard in prepared.plan.shards for step in shard.steps}
+        total = sum(step.size_bytes for step in prepared.plan.steps)
+        final.insert(0, (INDEX_NAME, build_index(weight_map, total).encode()))
+    return Job(files, tuple(copies), tuple(final))
+
+
+def _output_file(shard: OutputShard, paths: dict[str, Path]) -> OutputFile:
+    header = build_header(
+        [(step.target, step.dtype, step.shape, step.size_bytes) for step in shard.steps], {"format": "pt"}
+    )
+    extents = tuple(
+        Extent(paths[part.file], part.offset, part.size_bytes) for step in shard.steps for part in step.parts
+    )
+    return OutputFile(shard.name, header, extents)

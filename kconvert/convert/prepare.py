@@ -1,0 +1,83 @@
+"""Everything up to the first byte: recipe, source, names, plan, structural check, manifest."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kconvert.checkpoint import Checkpoint, Sidecars, list_sidecars, open_checkpoint
+from kconvert.convert.mapped_types import check_unmapped
+from kconvert.convert.record import build_manifest, source_headers
+from kconvert.convert.resolve import ResolvedRecipe, resolve_recipe
+from kconvert.errors import RecipeError
+from kconvert.manifest import Manifest
+from kconvert.plan import Plan, build_plan
+from kconvert.recipe import Recipe, find_recipe, load_recipe
+
+__all__ = ["Prepared", "prepare"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked conversion that only has to be written."""
+
+    checkpoint: Checkpoint
+    recipe: Recipe
+    resolved: ResolvedRecipe
+    plan: Plan
+    sidecars: Sidecars
+    manifest: Manifest
+    headers: bytes
+    warnings: tuple[str, ...]
+    check_seconds: float
+
+
+def prepare(
+    recipe_name: str, model_dir: Path, *, model_check: bool = True, trust_remote_code: bool = False
+) -> Prepared:
+    """Read and check everything; writes nothing.
+
+    Args:
+        recipe_name: a recipe file, or the name of a shipped recipe.
+        model_dir: the source checkpoint.
+        model_check: build the model on meta and compare; without it no torch is imported for built-in layouts.
+        trust_remote_code: let kernel packages that the recipe trusts run on this machine.
+
+    Raises:
+        RecipeError, CheckpointError, TrustError, KernelRefusedError: see the error classes.
+    """
+    recipe = load_recipe(find_recipe(recipe_name))
+    checkpoint = open_checkpoint(model_dir)
+    if checkpoint.model_type not in recipe.model_type:
+        raise RecipeError(
+            f"recipe {recipe.name!r} is for model type {', '.join(recipe.model_type)}, {model_dir} is {checkpoint.model_type}",
+            where=recipe.where,
+            fix="use a recipe for this model type",
+        )
+    resolved = resolve_recipe(recipe, trust_remote_code=trust_remote_code)
+    started = time.perf_counter()
+    if model_check:
+        from kconvert.convert.structure import build_stock_model, check_packed_model
+
+        stock = build_stock_model(checkpoint)
+        plan = build_plan(checkpoint, resolved.entries, module_names=stock.module_names, classes=stock.classes)
+    else:
+        check_unmapped(str(checkpoint.model_type), model_dir)
+        plan = build_plan(checkpoint, resolved.entries)
+    sidecars = list_sidecars(checkpoint)
+    headers = source_headers(checkpoint)
+    manifest = build_manifest(checkpoint, recipe, plan, sidecars, headers)
+    if model_check:
+        manifest = check_packed_model(checkpoint, stock, plan, manifest, resolved)
+    return Prepared(
+        checkpoint,
+        recipe,
+        resolved,
+        plan,
+        sidecars,
+        manifest,
+        headers,
+        (*checkpoint.warnings, *sidecars.warnings),
+        time.perf_counter() - started,
+    )

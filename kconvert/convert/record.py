@@ -1,0 +1,97 @@
+"""A plan as the manifest that will stand beside its output, and the source's headers for `revert`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from kconvert import __version__
+from kconvert.checkpoint import Checkpoint, Sidecars
+from kconvert.manifest import (
+    Manifest,
+    OmittedRecord,
+    PartRecord,
+    PatchRecord,
+    SourceFileRecord,
+    TensorRecord,
+    sha256_digest,
+)
+from kconvert.names import SOURCE_HEADERS_NAME
+from kconvert.plan import Plan
+from kconvert.recipe import Recipe
+
+__all__ = ["build_manifest", "source_headers"]
+
+
+def source_headers(checkpoint: Checkpoint) -> bytes:
+    """The headers and index of the source's weight files, verbatim, as deterministic gzip.
+
+    `{"files": {name: header}, "index": {"name": ..., "text": ...} or null}`; header text includes its padding.
+    """
+    index = None
+    if checkpoint.index is not None:
+        index = {"name": checkpoint.index_name, "text": checkpoint.index.raw}
+    value = {"files": {file.name: file.header.raw.decode() for file in checkpoint.files}, "index": index}
+    return gzip.compress(json.dumps(value, sort_keys=True, ensure_ascii=False).encode(), compresslevel=9, mtime=0)
+
+
+def _transformers_version() -> str:
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def build_manifest(checkpoint: Checkpoint, recipe: Recipe, plan: Plan, sidecars: Sidecars, headers: bytes) -> Manifest:
+    """The manifest of a plan, before the structural check has added what it learns."""
+    return Manifest(
+        kconvert_version=__version__,
+        transformers_version=_transformers_version(),
+        model_type=plan.model_type,
+        architecture=plan.architecture,
+        config_digest=sha256_digest(checkpoint.config_bytes),
+        recipe_name=recipe.name,
+        recipe_text=recipe.text,
+        model_checked=False,
+        patches=_patches(plan),
+        tensors=tuple(
+            TensorRecord(
+                target=step.target,
+                dtype=step.dtype,
+                shape=step.shape,
+                op=step.op,
+                axis=step.axis,
+                patch=step.entry,
+                parts=tuple(PartRecord(part.source, part.file_name, part.file, part.rows) for part in step.parts),
+            )
+            for step in plan.steps
+        ),
+        carried=(),
+        omitted=tuple(OmittedRecord(item.name, item.reason) for item in sidecars.omitted),
+        sidecars=tuple(item.name for item in sidecars.copied),
+        weight_files=tuple(shard.name for shard in plan.shards),
+        source_files=tuple(
+            SourceFileRecord(file.name, file.size_bytes, sha256_digest(file.header.raw)) for file in checkpoint.files
+        ),
+        source_headers=SOURCE_HEADERS_NAME,
+        source_headers_digest=sha256_digest(headers),
+    )
+
+
+def _patches(plan: Plan) -> tuple[PatchRecord, ...]:
+    def modules(number: int) -> Sequence[tuple[str, ...]]:
+        return [claim.paths for claim in plan.claims if claim.entry == number]
+
+    return tuple(
+        PatchRecord(
+            kind=entry.kind,
+            classes=tuple(pair.class_name for pair in entry.pairs),
+            patterns=tuple(pair.pattern.text for pair in entry.pairs),
+            modules=tuple(modules(entry.number)),
+            layout=entry.layout,
+            kernels=entry.kernels,
+        )
+        for entry in plan.entries
+    )

@@ -1,0 +1,115 @@
+"""Every error that kconvert raises on purpose, with the exit code that the command line gives for it.
+
+One line says what is wrong, where, and the way out.  Errors also derive from the builtin that a Python
+caller would expect (`ValueError`, `RuntimeError`), so that code which knows nothing of kconvert can
+catch them.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "InterruptedRunError",
+    "KconvertError",
+    "KernelRefusedError",
+    "KernelUnavailableError",
+    "LoadError",
+    "ManifestError",
+    "OutputError",
+    "PatternError",
+    "PreflightError",
+    "RecipeError",
+    "TrustError",
+    "UnknownKernelError",
+    "UsageError",
+    "VerificationError",
+]
+
+
+class KconvertError(Exception):
+    """Base of all errors.  `str(error)` is one line: `where: what; fix`.
+
+    Args:
+        what: what is wrong, with the offending value.
+        where: a file, `file:line`, tensor or module; left out where there is none.
+        fix: the way out, as an imperative.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
+        self.what, self.where, self.fix = what, where, fix
+        text = f"{where}: {what}" if where else what
+        super().__init__(" ".join((f"{text}; {fix}" if fix else text).split()))
+
+
+class UsageError(KconvertError, ValueError):
+    """The command or call itself is wrong: options that exclude each other, output inside the source."""
+
+    exit_code = 2
+
+
+class RecipeError(KconvertError, ValueError):
+    """The recipe is malformed, or does not fit this model."""
+
+    exit_code = 3
+
+
+class PatternError(RecipeError):
+    """A path pattern that cannot be parsed."""
+
+
+class UnknownKernelError(RecipeError):
+    """A kernel ID that no registered kernel and no layout spec has."""
+
+
+class CheckpointError(KconvertError, ValueError):
+    """The source checkpoint is damaged, incomplete, already converted, or of a kind that is refused."""
+
+    exit_code = 4
+
+
+class ManifestError(CheckpointError):
+    """A manifest that is damaged, of an unknown schema, or does not match the files beside it."""
+
+
+class VerificationError(KconvertError, ValueError):
+    """The result is not what it has to be."""
+
+    exit_code = 5
+
+
+class LoadError(VerificationError):
+    """A converted checkpoint did not load whole: missing, unexpected or random tensors."""
+
+
+class PreflightError(KconvertError, RuntimeError):
+    """The target disk or machine cannot hold the result."""
+
+    exit_code = 6
+
+
+class OutputError(KconvertError, ValueError):
+    """The output exists, is locked by another run, or holds files that kconvert did not write."""
+
+    exit_code = 7
+
+
+class KernelRefusedError(KconvertError, RuntimeError):
+    """A kernel package that cannot be used as it is."""
+
+    exit_code = 8
+
+
+class KernelUnavailableError(KernelRefusedError):
+    """A kernel that is known but cannot run on this machine."""
+
+
+class TrustError(KernelRefusedError):
+    """Code that this machine was not told to trust, or whose digest has changed."""
+
+
+class InterruptedRunError(KconvertError, RuntimeError):
+    """The run was stopped by the user."""
+
+    exit_code = 130

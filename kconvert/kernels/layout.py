@@ -1,0 +1,185 @@
+"""Layouts as modules: how a stock module becomes a packed one, on one model only.
+
+A patched module is an instance of a class made of the layout and the stock class, under the stock class's
+name: what transformers decides by `isinstance` or by class name stays as it was.  The stock instance is
+kept and changes class, so every attribute, hook and flag that its own `__init__` set is still there.  Its
+forward picks a kernel by the device of its input at call time and otherwise runs the reference: the stock
+forward, which reads the packed parameters through row views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from threading import Lock
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kconvert.kernels.dispatch import Dispatch
+from kconvert.transforms import LayoutSpec, Rule
+
+__all__ = ["Layout", "LinearView", "is_patched", "patched_class", "stock_class_of", "stock_twin"]
+
+
+class Layout(nn.Module):
+    """Base of the built-in layouts.
+
+    Class attributes:
+        spec: the declaration that everything else is read off.
+        conversion_mapping: its rules.
+    """
+
+    spec: ClassVar[LayoutSpec]
+    conversion_mapping: ClassVar[Sequence[Rule]] = ()
+    kconvert_stock_class: ClassVar[type[nn.Module]]
+    kconvert_dispatch: Dispatch
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "spec" in cls.__dict__:
+            cls.conversion_mapping = cls.spec.rules
+
+    @classmethod
+    def unfit(cls, modules: Sequence[nn.Module]) -> str | None:
+        """Why the structure of these modules (pair order) is not the layout's source structure, or None."""
+        raise TypeError(f"{cls.__name__} does not say what fits it")
+
+    @classmethod
+    def patch(cls, modules: Sequence[nn.Module]) -> nn.Module:
+        """Make the packed module out of stock ones; parameters are packed, or on meta as those of `modules` are.
+
+        The first module changes class in place and is returned.
+        """
+        module = modules[0]
+        module.__class__ = patched_class(cls, type(module))
+        packed = cast("Layout", module)
+        packed.kconvert_dispatch = Dispatch()
+        packed.pack_parameters()
+        return module
+
+    def pack_parameters(self) -> None:
+        """Replace the members' parameters by the layout's.  Layouts that change none inherit this."""
+
+    def facts(self) -> dict[str, Any]:
+        """What is proven of this module and stored in the manifest, per class; empty where there is nothing."""
+        return {}
+
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock forward over views of the packed parameters: bit-identical to stock in every dtype."""
+        return type(self).kconvert_stock_class.forward(self, *args, **kwargs)
+
+
+class LinearView:
+    """Rows of a packed `nn.Linear`, usable where stock code expects the original projection.
+
+    Not a module, so it is in no state dict, and read-only.
+    """
+
+    def __init__(self, packed: nn.Linear, start: int, rows: int) -> None:
+        self._packed, self._start, self._rows = packed, start, rows
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight."""
+        return self._packed.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight."""
+        return self._rows
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """A view of the rows, marked as initialised: a model's `_init_weights` must not fill it."""
+        return self._view(self._packed.weight)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """A view of the bias rows, where there is a bias."""
+        return None if self._packed.bias is None else self._view(self._packed.bias)
+
+    def _view(self, tensor: torch.Tensor) -> torch.Tensor:
+        view = tensor.narrow(0, self._start, self._rows)
+        if getattr(tensor, "_is_hf_initialized", False):
+            view._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own flag
+        return view
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`hidden @ weight.T + bias`."""
+        return F.linear(hidden, self.weight, self.bias)
+
+
+_CLASSES: dict[tuple[type, ...], type[nn.Module]] = {}
+_CLASSES_LOCK = Lock()
+
+
+def _rebuild(bases: tuple[type, ...]) -> nn.Module:
+    made = patched_class(*bases)
+    return made.__new__(made)
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    return _rebuild, (type(self).kconvert_bases,), self.__dict__.copy()  # type: ignore[attr-defined]
+
+
+def _dispatching_forward(stock: type[nn.Module]) -> Callable[..., Any]:
+    @wraps(stock.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kernel = self.kconvert_dispatch.kernel_for(self, args, kwargs)
+        return self.reference(*args, **kwargs) if kernel is None else kernel.forward(self, *args, **kwargs)
+
+    return forward
+
+
+def patched_class(*bases: type) -> type[nn.Module]:
+    """A class that derives from `bases` and is called what the last of them, the stock class, is called.
+
+    The same bases always give the same class, so that copies and pickles agree with the original.
+    """
+    stock = bases[-1]
+    with _CLASSES_LOCK:
+        if bases not in _CLASSES:
+            namespace = {
+                "__module__": stock.__module__,
+                "__qualname__": stock.__qualname__,
+                "__doc__": stock.__doc__,
+                "__reduce_ex__": _reduce,
+                "forward": _dispatching_forward(stock),
+                "kconvert_stock_class": stock,
+                "kconvert_bases": bases,
+            }
+            _CLASSES[bases] = type(stock.__name__, bases, namespace)
+        return _CLASSES[bases]
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether `module` is a patched module."""
+    return "kconvert_dispatch" in module.__dict__
+
+
+def stock_class_of(module: nn.Module) -> type[nn.Module]:
+    """The stock class of a module, patched or not."""
+    return getattr(type(module), "kconvert_stock_class", type(module))
+
+
+def stock_twin(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter | None], children: Mapping[str, nn.Module] | None = None
+) -> nn.Module:
+    """An instance of the module's stock class that shares all plain attributes but has its own parameters.
+
+    Nothing of `module` is changed, so this is safe beside running threads.  Hooks are not carried over.
+    """
+    stock = stock_class_of(module)
+    twin = stock.__new__(stock)
+    nn.Module.__init__(twin)
+    machinery = set(twin.__dict__)
+    twin.__dict__.update({key: value for key, value in module.__dict__.items() if key not in machinery})
+    twin.__dict__.pop("kconvert_dispatch", None)
+    twin._parameters.update(parameters)
+    twin._buffers.update(module._buffers)
+    twin._modules.update(module._modules if children is None else children)
+    twin.training = module.training
+    return twin

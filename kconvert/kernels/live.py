@@ -1,0 +1,194 @@
+"""Patching a live model: `apply_kernel` and `apply_default_kernels`.
+
+A module is patched where the layout's structure fits it and its reference gives the stock output bit for
+bit; both are tried on a copy of the module first, so a module that does not qualify is left exactly as it
+was.  Parameters are packed in place and only this model changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from kconvert.errors import KernelUnavailableError, UsageError
+from kconvert.kernels.assign import assign_kernels
+from kconvert.kernels.base import BaseKernel, LayoutKernel
+from kconvert.kernels.dataflow import check_chains
+from kconvert.kernels.layout import Layout, is_patched
+from kconvert.kernels.model import adopt_model
+from kconvert.kernels.packing import Packing
+from kconvert.kernels.registry import Registry, check_deps_reason, get_known_kernel
+from kconvert.kernels.report import build_report
+from kconvert.transforms import bind_spec
+
+__all__ = ["apply_default_kernels", "apply_kernel", "apply_layout_kernel", "place_layout"]
+
+
+def apply_kernel(kernel_id: str, **kwargs: Any) -> Any:
+    """Put one kernel into a live model and return the model, which is changed in place.
+
+    Args:
+        kernel_id: e.g. `cpu_fused_swiglu`.
+        kwargs: `model=` for every layout kernel; others say what they need.
+
+    Raises:
+        UnknownKernelError: (a `ValueError`) no such kernel; with near misses.
+        UsageError: (a `ValueError`) `model` is missing.
+        KernelUnavailableError: (a `RuntimeError`) the kernel is for another device, or lacks something.
+    """
+    kernel = get_known_kernel(kernel_id)
+    reason = check_deps_reason(kernel)
+    if reason is not None:
+        raise KernelUnavailableError(f"kernel {kernel_id!r} cannot run on this machine: {reason}")
+    if Registry.get(kernel_id) is None:
+        raise KernelUnavailableError(f"kernel {kernel_id!r} is for {kernel.device()}, which this process does not use")
+    return kernel.apply(**kwargs)
+
+
+def apply_default_kernels(model: Any, include_kernels: str | bool | None = None) -> Any:
+    """Put kernels into a live model and return it.
+
+    Args:
+        model: any transformers model.
+        include_kernels: `"auto"` or True for every default kernel that runs here, a comma-separated list of
+            IDs, or None, False or "" for nothing.
+
+    Raises:
+        UnknownKernelError, KernelUnavailableError: as `apply_kernel`, for IDs that are named.
+    """
+    if not include_kernels:
+        return model
+    if include_kernels is True or include_kernels == "auto":
+        usable = [name for name, kernel in Registry.catalog().items() if kernel.default and _is_usable(name, kernel)]
+        for kernel_id in usable:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", _NothingPatchedWarning)
+                apply_kernel(kernel_id, model=model)
+        return model
+    if not isinstance(include_kernels, str):
+        raise UsageError(f"include_kernels is {include_kernels!r}", fix='pass "auto", True, "id,id" or None')
+    kernel_ids = [item.strip() for item in include_kernels.split(",") if item.strip()]
+    for kernel_id in kernel_ids:
+        get_known_kernel(kernel_id)
+    for kernel_id in kernel_ids:
+        apply_kernel(kernel_id, model=model)
+    return model
+
+
+def _is_usable(kernel_id: str, kernel: type[BaseKernel]) -> bool:
+    return check_deps_reason(kernel) is None and Registry.get(kernel_id) is not None
+
+
+class _NothingPatchedWarning(UserWarning):
+    """A kernel found no module to patch."""
+
+
+def apply_layout_kernel(kernel: type[LayoutKernel], model: Any) -> Any:
+    """Patch every module of `model` that qualifies for the kernel's layout, and let the kernel run there."""
+    layout = kernel.layout
+    refused: list[str] = []
+    patched = [path for path, module in model.named_modules() if getattr(module, "kconvert_layout", None) == layout.spec.name]
+    fresh: list[tuple[str, ...]] = []
+    for paths in _candidates(layout, model):
+        reason = _refusal(layout, [model.get_submodule(path) for path in paths])
+        if reason is None:
+            fresh.append(paths)
+        else:
+            refused.append(f"{paths[0]} {reason}")
+    packings = [packing for paths in fresh for packing in _patch_live(layout, model, paths)]
+    if not patched and not fresh:
+        why = f"; e.g. {refused[0]}" if refused else ""
+        message = f"{kernel.kernel_id()}: no module of the model fits layout {layout.spec.name!r}, nothing is patched{why}"
+        warnings.warn(message, _NothingPatchedWarning, stacklevel=4)
+        return model
+    for path in (*patched, *(paths[0] for paths in fresh)):
+        module = model.get_submodule(path)
+        named = [kernel.kernel_id(), *module.__dict__.get("kconvert_named", ())]
+        module.__dict__["kconvert_named"] = tuple(dict.fromkeys(named))
+        assign_kernels(module, layout, module.__dict__["kconvert_named"], origin="call", with_defaults=False)
+    adopt_model(model, packings)
+    build_report(model)
+    return model
+
+
+def _candidates(layout: type[Layout], model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Module paths (pair order) whose structure fits, outside every module that is patched already."""
+    taken = [path for path, module in model.named_modules() if is_patched(module)]
+
+    def is_free(path: str) -> bool:
+        return not any(path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in taken)
+
+    modules = {path: module for path, module in model.named_modules() if path and is_free(path)}
+    if not layout.spec.is_fusion:
+        yield from ((path,) for path, module in modules.items() if layout.unfit([module]) is None)
+        return
+    pairs = [
+        (f"{parent}.{first}".lstrip("."), f"{parent}.{second}".lstrip("."))
+        for parent, module in model.named_modules()
+        for first, one in module.named_children()
+        for second, two in module.named_children()
+        if one is not two and layout.unfit([one, two]) is None
+    ]
+    pairs = [pair for pair in pairs if all(path in modules for path in pair)]
+    if pairs:
+        reasons = check_chains(_meta_twin(model), pairs)
+        yield from (pair for pair, reason in zip(pairs, reasons, strict=True) if reason is None)
+
+
+def _meta_twin(model: Any) -> nn.Module:
+    """The stock model of the same config, on meta."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"
+    stock = getattr(type(model), "kconvert_stock_class", type(model))
+    with torch.device("meta"):
+        return cast("nn.Module", stock(config))
+
+
+def _refusal(layout: type[Layout], modules: list[nn.Module]) -> str | None:
+    """Why the modules must be left alone, or None: the reference, on a copy, has to give the stock bits."""
+    parameter = next(modules[0].parameters(), None)
+    if parameter is None or any(weight.is_meta for module in modules for weight in module.parameters()):
+        return "has parameters that are not in memory"
+    width = parameter.shape[-1]
+    rows = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(0))
+    hidden = rows.to(device=parameter.device, dtype=parameter.dtype)
+    with torch.no_grad():
+        try:
+            expected: Any = hidden
+            for module in modules:
+                expected = module(expected)
+        except Exception as error:  # noqa: BLE001 - foreign forward: another signature means it does not qualify
+            return f"does not take one tensor ({type(error).__name__})"
+        packed = cast("Any", layout.patch([copy.deepcopy(module) for module in modules]))
+        found = packed.reference(hidden)
+    if not isinstance(expected, torch.Tensor) or not torch.equal(expected, found):
+        return "has a forward that the packed reference does not reproduce bit for bit"
+    return None
+
+
+def place_layout(root: nn.Module, paths: tuple[str, ...], packed: nn.Module, layout_name: str) -> None:
+    """Put a packed module at the first path and `nn.Identity` at the others."""
+    packed.__dict__["kconvert_layout"] = layout_name
+    root.set_submodule(paths[0], packed)
+    for path in paths[1:]:
+        root.set_submodule(path, nn.Identity())
+
+
+def _patch_live(layout: type[Layout], model: nn.Module, paths: tuple[str, ...]) -> list[Packing]:
+    modules = [model.get_submodule(path) for path in paths]
+    before: Mapping[str, torch.Tensor] = {
+        f"{path}.{name}": tensor
+        for path, module in zip(paths, modules, strict=True)
+        for name, tensor in module.state_dict(keep_vars=True).items()
+    }
+    packings = [
+        Packing(rule.target, rule.axis, tuple((name, before[name].shape[rule.axis]) for name in rule.sources))
+        for rule in bind_spec(layout.spec, paths, tuple(before))
+    ]
+    place_layout(model, paths, layout.patch(modules), layout.spec.name)
+    return packings

@@ -1,0 +1,16 @@
+"""Packed gated MLP on Ascend NPU: the ID, so that recipes can name it; the device code is still to come."""
+
+from kconvert.kernels.base import DeviceType, LayoutKernel
+from kconvert.kernels.ops.gated_mlp.layout import GatedMLPLayout
+from kconvert.kernels.registry import register_kernel
+
+__all__ = ["NpuFusedSwiGLU"]
+
+
+@register_kernel
+class NpuFusedSwiGLU(LayoutKernel):
+    """silu(gate) * up in one Ascend NPU kernel on the packed projection."""
+
+    _kernel_id = "npu_fused_swiglu"
+    _device = DeviceType.NPU
+    layout = GatedMLPLayout

@@ -1,0 +1,134 @@
+"""RMSNorm as a layout, and the proof of which RMSNorm a class computes.
+
+    y = x / sqrt(mean(x^2) + eps) * (offset + weight)          in float32
+
+with two places for the cast back to the input's dtype: before the multiply (`cast_first`, Llama) or
+after it (Gemma).  Offset and cast order belong to the class and are found by running the stock forward on
+random weights, never by looking at the model's own; eps belongs to the instance.  A class that is neither
+variant, or whose eps is not known, keeps its stock forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kconvert.kernels.layout import Layout, stock_twin
+from kconvert.kernels.ops.rms_norm.spec import SPEC
+
+__all__ = ["RMSNormLayout", "RMSNormVariant", "prove_variant", "rms_norm_formula"]
+
+_EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
+
+
+@dataclass(frozen=True)
+class RMSNormVariant:
+    """What an RMSNorm instance computes.  `why_not` is set, and the rest meaningless, where that is unknown."""
+
+    eps: float = 0.0
+    offset: float = 0.0
+    cast_first: bool = True
+    why_not: str | None = None
+
+
+class RMSNormLayout(Layout):
+    """RMSNorm with its parameter as it is: `weight` of shape `[hidden]`."""
+
+    spec = SPEC
+
+    @classmethod
+    def unfit(cls, modules: Sequence[nn.Module]) -> str | None:
+        """A module fits that has one 1-D `weight`, no other parameter, no child, and a known eps."""
+        (module,) = modules
+        names = [name for name, _ in module.named_parameters()]
+        if names != ["weight"] or any(True for _ in module.children()):
+            return "has other parameters than one weight"
+        if module.get_parameter("weight").dim() != 1:
+            return "its weight is not one-dimensional"
+        eps = _eps_of(module)
+        return eps if isinstance(eps, str) else None
+
+    @property
+    def variant(self) -> RMSNormVariant:
+        """The proven variant of this instance, found once."""
+        found = self.__dict__.get("kconvert_variant")
+        if found is None:
+            found = self.__dict__["kconvert_variant"] = prove_variant(self)
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        """Offset and cast order, as the manifest stores them."""
+        variant = self.variant
+        if variant.why_not is not None:
+            return {"unknown": variant.why_not}
+        return {"offset": variant.offset, "cast_first": variant.cast_first}
+
+
+def _eps_of(module: nn.Module) -> float | str:
+    """The instance's eps, or why it is not known."""
+    found = {name: getattr(module, name) for name in _EPS_NAMES if hasattr(module, name)}
+    if not found:
+        return "has no eps"
+    values = set(found.values())
+    if len(values) != 1:
+        return f"has several values for eps: {found}"
+    (eps,) = values
+    return float(eps) if isinstance(eps, int | float) and not isinstance(eps, bool) else f"its eps is {eps!r}"
+
+
+def rms_norm_formula(
+    hidden: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float, cast_first: bool
+) -> torch.Tensor:
+    """RMSNorm in plain torch, operation by operation as transformers writes it.
+
+    Args:
+        hidden: `[..., n]`, any float dtype.
+        weight: `[n]`.
+        eps: added to the mean square, inside the root.
+        offset: added to the weight (Gemma: 1).
+        cast_first: cast to the dtype of `hidden` before the multiply (Llama) or after it (Gemma).
+    """
+    wide = hidden.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if cast_first:
+        scale = weight if offset == 0.0 else offset + weight
+        return scale * wide.to(hidden.dtype)
+    scale = weight.float() if offset == 0.0 else offset + weight.float()
+    return (wide * scale).to(hidden.dtype)
+
+
+def prove_variant(module: nn.Module) -> RMSNormVariant:
+    """Find which RMSNorm the stock class of `module` computes with this instance's eps.
+
+    The stock forward runs on random weights and inputs, in bfloat16 (where the cast order shows) and float32,
+    partly on rows so small that eps decides the result; a variant has to give the same bits everywhere.
+    """
+    eps = _eps_of(module)
+    if isinstance(eps, str):
+        return RMSNormVariant(why_not=f"eps unknown: {eps}")
+    size = module.get_parameter("weight").shape[0]
+    with torch.device("cpu"), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(64, size, generator=generator)
+        rows[::2] *= max(eps, 1e-12) ** 0.5
+        weight = torch.randn(size, generator=generator)
+        cases = []
+        for dtype in (torch.bfloat16, torch.float32):
+            twin = stock_twin(module, {"weight": nn.Parameter(weight.to(dtype))})
+            try:
+                cases.append((rows.to(dtype), weight.to(dtype), twin(rows.to(dtype))))
+            except Exception as error:  # a norm with another signature, e.g. a gate
+                return RMSNormVariant(why_not=f"its forward does not take one tensor ({type(error).__name__})")
+        for offset in (0.0, 1.0):
+            for cast_first in (True, False):
+                if all(
+                    torch.equal(out, rms_norm_formula(x, w, eps=eps, offset=offset, cast_first=cast_first))
+                    for x, w, out in cases
+                    if isinstance(out, torch.Tensor)
+                ) and all(isinstance(out, torch.Tensor) for _, _, out in cases):
+                    return RMSNormVariant(eps, offset, cast_first)
+    return RMSNormVariant(why_not="its forward is no known RMSNorm variant")

@@ -1,0 +1,162 @@
+"""The registry: every kernel that is known, whatever the device, and how kernels are discovered.
+
+A new file below `kernels/ops`, or a module that an installed package publishes under the entry point
+group `kconvert.kernels`, is a new kernel: there is no list to edit.  A file that fails to import is
+reported by name and takes nothing else down.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from threading import RLock
+from typing import ClassVar, TypeVar
+
+from kconvert.errors import UnknownKernelError, UsageError
+from kconvert.kernels.base import BaseKernel, DeviceType
+from kconvert.kernels.device import current_accelerator
+from kconvert.names import near_misses
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "Registry",
+    "ScanFailure",
+    "check_deps_reason",
+    "get_known_kernel",
+    "kernel_entry_points",
+    "register_kernel",
+    "scan_all_kernels",
+    "unknown_kernel",
+]
+
+ENTRY_POINT_GROUP = "kconvert.kernels"
+_KernelClass = TypeVar("_KernelClass", bound=type[BaseKernel])
+_LOCK = RLock()
+
+
+@dataclass(frozen=True)
+class ScanFailure:
+    """A module that could not be imported, and the first line of why."""
+
+    module: str
+    reason: str
+
+
+class Registry:
+    """Kernel ID to kernel class."""
+
+    _kernels: ClassVar[dict[str, type[BaseKernel]]] = {}
+    _scanned: ClassVar[set[str]] = set()
+
+    @classmethod
+    def register(cls, kernel: type[BaseKernel]) -> None:
+        """Add a kernel.
+
+        Raises:
+            TypeError: not a subclass of `BaseKernel`.
+            ValueError: `_kernel_id` or `_device` is missing or malformed, or the ID is taken.
+        """
+        if not (isinstance(kernel, type) and issubclass(kernel, BaseKernel)):
+            raise TypeError(f"{kernel!r} is not a subclass of BaseKernel")
+        kernel_id, device = getattr(kernel, "_kernel_id", None), getattr(kernel, "_device", None)
+        if not isinstance(kernel_id, str) or not kernel_id:
+            raise ValueError(f"kernel {kernel.__name__} has no _kernel_id")
+        if not isinstance(device, DeviceType):
+            raise ValueError(f"kernel {kernel_id!r} has no _device of type DeviceType: {device!r}")
+        with _LOCK:
+            if kernel_id in cls._kernels:
+                taken = cls._kernels[kernel_id]
+                raise ValueError(f"kernel ID {kernel_id!r} is taken by {taken.__module__}.{taken.__qualname__}")
+            cls._kernels[kernel_id] = kernel
+
+    @classmethod
+    def get(cls, kernel_id: str) -> type[BaseKernel] | None:
+        """The kernel, where its device is the accelerator of this process or the CPU; else None."""
+        kernel = cls.catalog().get(kernel_id)
+        if kernel is None or kernel.device() not in (DeviceType.CPU, current_accelerator()):
+            return None
+        return kernel
+
+    @classmethod
+    def catalog(cls) -> dict[str, type[BaseKernel]]:
+        """Every known kernel by ID, sorted, whatever the device."""
+        scan_all_kernels()
+        return dict(sorted(cls._kernels.items()))
+
+
+def register_kernel(kernel: _KernelClass) -> _KernelClass:
+    """Class decorator: `Registry.register` and return the class."""
+    Registry.register(kernel)
+    return kernel
+
+
+def kernel_entry_points() -> tuple[EntryPoint, ...]:
+    """What installed packages publish, sorted by name."""
+    return tuple(sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: (point.name, point.value)))
+
+
+def _module_names() -> Iterator[str]:
+    from kconvert.kernels import ops
+
+    for found in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
+        yield found.name
+    for point in kernel_entry_points():
+        yield point.module
+
+
+def scan_all_kernels() -> tuple[ScanFailure, ...]:
+    """Import every kernel module there is; already imported ones cost nothing.
+
+    Returns:
+        The modules that failed, which are also warned of.  What such a module had registered is taken back.
+    """
+    failures = []
+    with _LOCK:
+        for name in _module_names():
+            if name in Registry._scanned:
+                continue
+            before = dict(Registry._kernels)
+            try:
+                import_module(name)
+                Registry._scanned.add(name)
+            except Exception as error:
+                Registry._kernels.clear()
+                Registry._kernels.update(before)
+                line = str(error).splitlines()[0] if str(error) else type(error).__name__
+                failures.append(ScanFailure(name, f"{type(error).__name__}: {line}"))
+                warnings.warn(f"kernel module {name} does not import ({failures[-1].reason})", stacklevel=2)
+    return tuple(failures)
+
+
+def check_deps_reason(kernel: type[BaseKernel]) -> str | None:
+    """`check_deps` as a reason or None; a kernel written for LLaMA-Factory answers with a bool."""
+    answer: object = kernel.check_deps()
+    if answer is None or answer is True:
+        return None
+    return answer if isinstance(answer, str) else "its check_deps() says no"
+
+
+def unknown_kernel(kernel_id: str, known: dict[str, type[BaseKernel]] | list[str]) -> UnknownKernelError:
+    """The error for an ID that nothing has."""
+    near = near_misses(kernel_id, known)
+    fix = f"did you mean {' or '.join(near)}?" if near else "`kconvert list-kernels` shows what there is"
+    return UnknownKernelError(f"unknown kernel {kernel_id!r}", fix=fix)
+
+
+def get_known_kernel(kernel_id: str) -> type[BaseKernel]:
+    """The kernel of that ID, whatever the device.
+
+    Raises:
+        UnknownKernelError: with near misses.
+        UsageError: the ID is no string.
+    """
+    if not isinstance(kernel_id, str):
+        raise UsageError(f"a kernel ID is a string, not {kernel_id!r}")
+    catalog = Registry.catalog()
+    if kernel_id not in catalog:
+        raise unknown_kernel(kernel_id, catalog)
+    return catalog[kernel_id]

@@ -1,0 +1,106 @@
+"""File names that more than one layer must agree on, and the rule for names that come from data files.
+
+Weights are written under transformers' `variant` convention, so that a stock `from_pretrained` on a
+converted directory finds no file it knows and stops, instead of starting with random weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+__all__ = [
+    "INDEX_NAME",
+    "KERNELS_DIR",
+    "MANIFEST_NAME",
+    "SINGLE_NAME",
+    "SOURCE_HEADERS_NAME",
+    "STOCK_INDEX_NAME",
+    "STOCK_SINGLE_NAME",
+    "VARIANT",
+    "is_own_name",
+    "is_stock_weight_name",
+    "natural_key",
+    "near_misses",
+    "shard_name",
+    "unsafe_name_reason",
+]
+
+VARIANT = "kconvert"
+MANIFEST_NAME = "kconvert_manifest.json"
+SOURCE_HEADERS_NAME = "kconvert_source_headers.json.gz"
+KERNELS_DIR = "kconvert_kernels"
+SINGLE_NAME = f"model.{VARIANT}.safetensors"
+INDEX_NAME = f"model.safetensors.index.{VARIANT}.json"
+STOCK_SINGLE_NAME = "model.safetensors"
+STOCK_INDEX_NAME = "model.safetensors.index.json"
+
+_SHARD = re.compile(
+    r"(?:model|pytorch_model|adapter_model|consolidated|tf_model|flax_model)[-.]?\d*(?:-of-\d+)?\.[a-z0-9]+"
+)
+_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ot", ".pkl", ".pickle")
+
+
+def shard_name(number: int, total: int) -> str:
+    """The name of output shard `number` (from 1) of `total`, e.g. `model.kconvert-00001-of-00002.safetensors`."""
+    return f"model.{VARIANT}-{number:05d}-of-{total:05d}.safetensors"
+
+
+def is_own_name(name: str) -> bool:
+    """Whether a top-level file or folder name is one that kconvert itself writes."""
+    return name in (MANIFEST_NAME, SOURCE_HEADERS_NAME, KERNELS_DIR, INDEX_NAME) or name.startswith(f"model.{VARIANT}")
+
+
+def is_stock_weight_name(name: str) -> bool:
+    """Whether a stock loader may take the file `name` (no folder) for weights or a weight index.
+
+    `model.safetensors`, its shards and index, `consolidated*.safetensors`, and every pickle or foreign
+    weight format; `projector.safetensors` is not one.
+    """
+    lowered = name.lower()
+    if lowered == "adapter_config.json":
+        return True  # from_pretrained would follow it to another base model
+    if lowered.endswith(_WEIGHT_SUFFIXES) or lowered.endswith(".index.json"):
+        return True
+    return lowered.endswith(".safetensors") and _SHARD.fullmatch(lowered) is not None
+
+
+def unsafe_name_reason(name: object) -> str | None:
+    """Why a file name out of a data file must not be opened, or None.
+
+    Lexical, before anything is opened; links inside a Hub cache stay legal, and so does `sub/x.safetensors`.
+    """
+    if not isinstance(name, str):
+        return f"not a string: {name!r}"
+    if not name or name != name.strip():
+        return "empty, or with blanks around it"
+    if "\0" in name:
+        return "holds a NUL byte"
+    if any(ord(letter) < 32 or ord(letter) == 127 or 0xD800 <= ord(letter) <= 0xDFFF for letter in name):
+        return "holds a control character, or is not valid UTF-8"
+    if "\\" in name:
+        return "holds a backslash"
+    if name.startswith("/"):
+        return "absolute"
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        return "leaves the directory, or holds an empty part"
+    return None
+
+
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """A sort key that orders the numbers in a dotted name as numbers: `layers.2` before `layers.10`.
+
+    Different names have different keys (`layers.02` is not `layers.2`), so that a sort never depends on the input
+    order.  Digits beyond 18 are text: Python refuses to read an endless number, and a header may hold one.
+    """
+    return tuple(
+        (0, int(part), part) if part.isdecimal() and part.isascii() and len(part) <= 18 else (1, 0, part)
+        for part in name.split(".")
+    )
+
+
+def near_misses(word: str, known: Iterable[str], *, most: int = 3) -> tuple[str, ...]:
+    """The known words nearest to `word`, best first, for the end of an error line."""
+    import difflib
+
+    return tuple(difflib.get_close_matches(word, sorted(set(known)), n=most, cutoff=0.6))

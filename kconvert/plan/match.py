@@ -1,0 +1,123 @@
+"""Which modules each entry takes: patterns against module paths, then conflicts.
+
+All claims are collected before any is checked against another, so the order of entries cannot matter.
+A pattern that matches nothing is an error, and so is a module of another class than the recipe names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from kconvert.errors import RecipeError
+from kconvert.names import natural_key, near_misses
+from kconvert.plan.model import Claim, Entry, Pair, PatternTrace
+
+__all__ = ["check_conflicts", "match_entries", "module_paths_of"]
+
+
+def module_paths_of(tensor_names: Iterable[str]) -> tuple[str, ...]:
+    """Every module path that the names of tensors imply, in natural order."""
+    paths = set()
+    for name in tensor_names:
+        while "." in name:
+            name = name.rpartition(".")[0]
+            if name in paths:
+                break
+            paths.add(name)
+    return tuple(sorted(paths, key=natural_key))
+
+
+def match_entries(
+    entries: Sequence[Entry], module_paths: Sequence[str], classes: Mapping[str, str] | None = None
+) -> tuple[tuple[Claim, ...], tuple[PatternTrace, ...]]:
+    """The claims of all entries, and what every pattern matched.
+
+    Args:
+        entries: resolved patch entries.
+        module_paths: every module path of the model.
+        classes: module path to class name where the model was built, else None: classes are not checked.
+
+    Raises:
+        RecipeError: no match, another class, or fused siblings of which one is missing.
+    """
+    claims, traces = [], []
+    for entry in entries:
+        found = [_matches(pair, module_paths, classes) for pair in entry.pairs]
+        for pair, taken in zip(entry.pairs, found, strict=True):
+            traces.append(PatternTrace(entry.number, pair.pattern.text, pair.class_name, tuple(taken.values())))
+        for binding, path in found[0].items():
+            paths = [path]
+            for pair, taken in zip(entry.pairs[1:], found[1:], strict=True):
+                if binding not in taken:
+                    raise RecipeError(
+                        f"{path!r} has no sibling for {pair.pattern.text!r}",
+                        where=pair.where,
+                        fix="narrow both paths to parents that have both modules, with a number set such as {0-3}",
+                    )
+                paths.append(taken[binding])
+            claims.append(Claim(entry.number, tuple(paths)))
+        for pair, taken in zip(entry.pairs[1:], found[1:], strict=True):
+            lonely = [path for binding, path in taken.items() if binding not in found[0]]
+            if lonely:
+                raise RecipeError(
+                    f"{lonely[0]!r} has no sibling for {entry.pairs[0].pattern.text!r}",
+                    where=pair.where,
+                    fix="narrow both paths to parents that have both modules, with a number set such as {0-3}",
+                )
+    return tuple(claims), tuple(traces)
+
+
+def _matches(
+    pair: Pair, module_paths: Sequence[str], classes: Mapping[str, str] | None
+) -> dict[tuple[str, ...], str]:
+    """The paths that a pattern takes, keyed by what its wildcards took."""
+    taken = {}
+    for path in module_paths:
+        binding = pair.pattern.match(path)
+        if binding is not None:
+            taken[binding] = path
+    if not taken:
+        shapes = {".".join("*" if part.isdecimal() else part for part in path.split(".")) for path in module_paths}
+        near = near_misses(pair.pattern.text, shapes)
+        raise RecipeError(
+            f"path pattern {pair.pattern.text!r} matches no module",
+            where=pair.where,
+            fix=f"did you mean {' or '.join(near)}?" if near else "look at the module names with --json",
+        )
+    if classes is not None:
+        for path in taken.values():
+            if classes[path] != pair.class_name:
+                raise RecipeError(
+                    f"{path!r} is a {classes[path]}, the recipe names {pair.class_name}",
+                    where=pair.where,
+                    fix=f"write class: {classes[path]}, or narrow the path",
+                )
+    return taken
+
+
+def check_conflicts(entries: Sequence[Entry], claims: Sequence[Claim]) -> None:
+    """Refuse two claims on one module, or on a module and a part of it.
+
+    Raises:
+        RecipeError: naming both entries and the module.
+    """
+    owner: dict[str, int] = {}
+    for claim in claims:
+        for path in claim.paths:
+            if path in owner:
+                _refuse(entries, owner[path], claim.entry, path)
+            owner[path] = claim.entry
+    for path, number in owner.items():
+        above = path
+        while "." in above:
+            above = above.rpartition(".")[0]
+            if above in owner:
+                _refuse(entries, owner[above], number, path)
+
+
+def _refuse(entries: Sequence[Entry], first: int, second: int, path: str) -> None:
+    raise RecipeError(
+        f"{path!r} is already taken by the entry at {entries[first].where}",
+        where=entries[second].where,
+        fix="an entry takes its whole subtree: keep one of the two, or separate their layers with number sets",
+    )

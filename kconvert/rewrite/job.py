@@ -1,0 +1,108 @@
+"""What a rewrite has to write, as plain data: no tensors, no names of parameters, only runs of bytes.
+
+A job is checked when it is built.  It refuses names that leave the output directory, names that meet twice
+(also a file where another name needs a folder), the name of the lock file, and negative offsets or sizes.
+Whether the sources hold those bytes is checked when the rewrite opens them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from kconvert.errors import CheckpointError
+from kconvert.names import unsafe_name_reason
+
+__all__ = ["LOCK_NAME", "Copy", "Extent", "Job", "OutputFile"]
+
+LOCK_NAME = ".kconvert-lock"
+"""The lock inside a partial directory; no output may have this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """`size_bytes` bytes of `path` from `offset`, copied as they are."""
+
+    path: Path
+    offset: int
+    size_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.size_bytes < 0:
+            raise CheckpointError(f"bad extent: offset {self.offset}, size {self.size_bytes}", where=str(self.path))
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """One file to write: `prefix`, then the extents one after another."""
+
+    name: str
+    prefix: bytes
+    extents: tuple[Extent, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the finished file."""
+        return len(self.prefix) + sum(extent.size_bytes for extent in self.extents)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A whole file to copy; `size_bytes` must be its size when the rewrite opens it.  `name` may have folders."""
+
+    name: str
+    path: Path
+    size_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 0:
+            raise CheckpointError(f"bad size {self.size_bytes}", where=str(self.path))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything one rewrite writes.
+
+    `final` is written after all other data is on the disk, one by one in this order, so the index
+    stands before the manifest and the manifest is last.
+    """
+
+    files: tuple[OutputFile, ...]
+    copies: tuple[Copy, ...]
+    final: tuple[tuple[str, bytes], ...]
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for name in self.names():
+            _check_name(name, seen)
+            seen.add(name)
+        for name in seen:
+            for folder in PurePosixPath(name).parents:
+                if str(folder) in seen:
+                    raise CheckpointError(f"output name {str(folder)!r} is both a file and the folder of {name!r}")
+
+    def names(self) -> Iterator[str]:
+        """Every name below the output directory, in the order of writing."""
+        yield from (file.name for file in self.files)
+        yield from (copy.name for copy in self.copies)
+        yield from (name for name, _ in self.final)
+
+    @property
+    def size_bytes(self) -> int:
+        """The sum over all files."""
+        return (
+            sum(file.size_bytes for file in self.files)
+            + sum(copy.size_bytes for copy in self.copies)
+            + sum(len(data) for _, data in self.final)
+        )
+
+
+def _check_name(name: str, seen: set[str]) -> None:
+    reason = unsafe_name_reason(name)
+    if reason is None and name.split("/")[0] == LOCK_NAME:
+        reason = "the name of kconvert's lock file"
+    if reason is None and name in seen:
+        reason = "written twice"
+    if reason is not None:
+        raise CheckpointError(f"output name {name!r} is refused: {reason}")

@@ -1,0 +1,49 @@
+"""Opens every source file of a job once, and checks that it holds what the job wants, before a byte is written."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import ExitStack
+from pathlib import Path
+
+from kconvert.errors import CheckpointError
+from kconvert.rewrite.copying import OpenFile
+from kconvert.rewrite.job import Job
+
+__all__ = ["open_sources"]
+
+
+def open_sources(job: Job, stack: ExitStack) -> dict[Path, OpenFile]:
+    """The open file of each source path; `stack` closes them.
+
+    Raises:
+        CheckpointError: a source is missing, not a regular file, shorter than an extent needs, or, for a
+            whole copy, of another size than the job says.
+    """
+    needed: dict[Path, int] = {}
+    for file in job.files:
+        for extent in file.extents:
+            needed[extent.path] = max(needed.get(extent.path, 0), extent.offset + extent.size_bytes)
+    exact = {copy.path: copy.size_bytes for copy in job.copies}
+    sources = {path: _open(path, stack) for path in sorted({*needed, *exact})}
+    for path, source in sources.items():
+        size = os.fstat(source.fd).st_size
+        if size < needed.get(path, 0):
+            raise CheckpointError(f"is too short: {needed[path]} bytes needed, {size} found", where=str(path))
+        if size != exact.get(path, size):
+            raise CheckpointError(
+                f"has changed: {size} bytes, {exact[path]} when it was listed", where=str(path), fix="start again"
+            )
+    return sources
+
+
+def _open(path: Path, stack: ExitStack) -> OpenFile:
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # before opening: a named pipe would wait for ever
+            raise CheckpointError("is not a regular file", where=str(path))
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError, PermissionError, IsADirectoryError) as error:
+        raise CheckpointError(f"cannot be opened: {error.strerror}", where=str(path)) from error
+    stack.callback(os.close, fd)
+    return OpenFile(path, fd)

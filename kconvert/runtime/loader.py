@@ -1,0 +1,193 @@
+"""`load_converted`: a converted directory as a normal transformers model with kernels in place.
+
+Nothing global is patched: no other model in the process changes, also when loading fails.  transformers itself
+changes global state while it loads, so loads run one at a time.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from threading import RLock
+from typing import Any, cast
+
+from torch import nn
+
+from kconvert.errors import KernelUnavailableError, ManifestError, TrustError, UsageError
+from kconvert.kernels.assign import assign_kernels, assign_selections
+from kconvert.kernels.model import converted_class
+from kconvert.kernels.packages import PackageClasses, check_trust, copy_package, import_package
+from kconvert.kernels.registry import get_known_kernel
+from kconvert.kernels.select import ANY_DEVICE, Candidate, Selection
+from kconvert.manifest import Manifest, PackageRecord, load_manifest, sha256_digest
+from kconvert.names import KERNELS_DIR, VARIANT
+from kconvert.runtime.buffers import restore_buffers
+from kconvert.runtime.checks import check_files, check_loaded, refuse_arguments
+from kconvert.runtime.modelclass import load_config, model_class, read_config
+from kconvert.runtime.patching import PatchJob, ResolvedPatch, packings_of, patching, resolve_layout
+from kconvert.runtime.saving import LoadedModel, Origin
+
+__all__ = ["load_converted"]
+
+_LOAD_LOCK = RLock()
+_LOADER_ARGUMENTS = frozenset({"attn_implementation", "experts_implementation"})
+
+
+def load_converted(
+    path: str | Path,
+    *,
+    dtype: Any = "auto",
+    device_map: Any = None,
+    kernels: str | Sequence[str] = "auto",
+    strict: bool = False,
+    trust_remote_code: bool = False,
+    trust_kernels: Mapping[str, str] | None = None,
+    **from_pretrained_kwargs: Any,
+) -> Any:
+    """Load a directory that `kconvert apply` wrote.
+
+    Args:
+        path: the converted directory.
+        dtype: as in `from_pretrained`; "auto" is the checkpoint's.
+        device_map: as in `from_pretrained`.
+        kernels: "auto" for the recipe's candidates and then the layouts' defaults, "reference" for the stock
+            arithmetic, or a list of kernel IDs that alone may run.
+        strict: raise where a module would run its reference.
+        trust_remote_code: run kernel packages, and model code, that come with the directory.
+        trust_kernels: package ID to digest; trusts just these packages.
+        from_pretrained_kwargs: anything else that `from_pretrained` takes.
+
+    Returns:
+        A model of the class that config.json names, in eval mode.  `model.kconvert_report` says which kernel
+        runs in which module; with `output_loading_info=True` a pair of model and info, as in transformers.
+
+    Raises:
+        UsageError: an argument that a converted checkpoint cannot honour, or an unknown choice of kernels.
+        ManifestError: the directory is not whole.
+        TrustError: it holds code that is not trusted, or has changed.
+        LoadError: a tensor is missing, unexpected, or without data.
+        KernelUnavailableError: `strict`, and a module would run its reference.
+    """
+    refuse_arguments(from_pretrained_kwargs)
+    _check_choice(kernels)
+    directory = Path(path)
+    manifest = load_manifest(directory)
+    check_files(directory, manifest)
+    raw = read_config(directory)
+    if sha256_digest((directory / "config.json").read_bytes()) != manifest.config_digest:
+        warnings.warn(f"{directory}: config.json was changed after the conversion", stacklevel=2)
+    patches = _resolve(directory, manifest, trust_remote_code, trust_kernels)
+    stock = model_class(directory, raw, trust_remote_code=trust_remote_code)
+    config = load_config(directory, stock, raw)
+    with_info = bool(from_pretrained_kwargs.pop("output_loading_info", False))
+    for name in [key for key in from_pretrained_kwargs if hasattr(config, key) and key not in _LOADER_ARGUMENTS]:
+        setattr(config, name, from_pretrained_kwargs.pop(name))
+    job = PatchJob(manifest, patches)
+    with _LOAD_LOCK, patching(job):
+        model, info = converted_class(LoadedModel, stock).from_pretrained(
+            str(directory),
+            config=config,
+            variant=VARIANT,
+            dtype=dtype,
+            device_map=device_map,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
+            **from_pretrained_kwargs,
+        )
+    restore_buffers(model, job)
+    check_loaded(model, info, manifest)
+    model.kconvert_origin = Origin(directory, manifest)
+    _assign(model, patches, kernels, strict)
+    return (model, info) if with_info else model
+
+
+def _check_choice(kernels: str | Sequence[str]) -> None:
+    if isinstance(kernels, str):
+        if kernels not in ("auto", "reference"):
+            raise UsageError(f"kernels is {kernels!r}", fix='pass "auto", "reference" or a list of kernel IDs')
+        return
+    for kernel_id in kernels:
+        if not (isinstance(kernel_id, str) and ":" in kernel_id):
+            get_known_kernel(kernel_id)
+
+
+def _resolve(
+    directory: Path, manifest: Manifest, trust_remote_code: bool, trust_kernels: Mapping[str, str] | None
+) -> tuple[ResolvedPatch, ...]:
+    packings = packings_of(manifest)
+    patches = []
+    for number, record in enumerate(manifest.patches):
+        if record.layout.package is None:
+            patches.append(ResolvedPatch(record, resolve_layout(record, packings[number]), None))
+        else:
+            classes = _vendored(directory, record.layout.package, trust_remote_code, trust_kernels)
+            patches.append(ResolvedPatch(record, None, classes))
+    return tuple(patches)
+
+
+def _vendored(
+    directory: Path, record: PackageRecord, trust_remote_code: bool, trust_kernels: Mapping[str, str] | None
+) -> PackageClasses:
+    folder = record.digest.partition(":")[2]
+    if not (len(folder) == 64 and set(folder) <= set("0123456789abcdef")):
+        raise ManifestError(f"digest {record.digest!r} is malformed", where=str(directory), fix="do not use this checkpoint")
+    source = directory / KERNELS_DIR / folder
+    if not source.is_dir():
+        raise ManifestError(f"kernel package {record.package_id!r} is missing", where=str(source), fix="convert again")
+    copied = copy_package(source, record.package_id)
+    if copied.digest != record.digest:
+        raise TrustError(
+            f"kernel package {record.package_id!r} has changed since the conversion: {copied.digest} instead of {record.digest}",
+            where=str(source),
+            fix="convert again from a package that you trust",
+        )
+    check_trust(copied, trust_remote_code=trust_remote_code, trust_kernels=trust_kernels, commit=record.commit)
+    return import_package(copied, record.class_name)
+
+
+def _assign(model: Any, patches: Sequence[ResolvedPatch], kernels: str | Sequence[str], strict: bool) -> None:
+    fallbacks = []
+    for patch in patches:
+        for paths in patch.record.modules:
+            module = model.get_submodule(paths[0])
+            if patch.layout is not None:
+                _check_facts(patch, module)
+            selection = _assign_module(patch, module, kernels)
+            if selection.kernel_id is None:
+                fallbacks.append(f"{paths[0]} ({selection.reasons() or 'no kernel was asked for'})")
+    if strict and fallbacks:
+        raise KernelUnavailableError(
+            f"{len(fallbacks)} modules would run their reference, e.g. {fallbacks[0]}",
+            fix="load without strict, or with kernels that run here",
+        )
+
+
+def _assign_module(patch: ResolvedPatch, module: nn.Module, kernels: str | Sequence[str]) -> Selection:
+    if patch.layout is not None:
+        if kernels == "auto":
+            return assign_kernels(module, patch.layout, patch.record.kernels, origin="recipe", with_defaults=True)
+        named = () if kernels == "reference" else kernels
+        return assign_kernels(module, patch.layout, named, origin="call", with_defaults=False)
+    kernel_id = patch.record.kernels[0]
+    package = cast("PackageClasses", patch.package)
+    is_wanted = kernels == "auto" or (kernels != "reference" and kernel_id in kernels)
+    candidate = Candidate(kernel_id, ANY_DEVICE, "recipe", bool(getattr(package.kernel, "has_backward", True)))
+    return assign_selections(
+        module, [candidate] if is_wanted else [], {kernel_id: package.kernel}, unavailable={}, unsupported={}
+    )
+
+
+def _check_facts(patch: ResolvedPatch, module: Any) -> None:
+    """What was proven at conversion has to hold in this transformers version too."""
+    expected = (patch.record.facts or {}).get(patch.record.classes[0])
+    found = module.facts()
+    if expected is not None and expected != found:
+        raise ManifestError(
+            f"{patch.record.classes[0]} computes {found} here, at conversion it was {expected}",
+            fix="convert again with this transformers version",
+        )
+
+

@@ -1,0 +1,88 @@
+"""Saving packed: `save_pretrained(variant="kconvert")` of a loaded model, with its manifest.
+
+Values and dtypes are those of the model now; names, parts and the source's headers are those of the
+directory it came from, so that the result can be reverted and loaded like any converted directory.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+
+from kconvert.errors import UsageError
+from kconvert.manifest import Manifest, sha256_digest
+from kconvert.names import INDEX_NAME, KERNELS_DIR, MANIFEST_NAME, SINGLE_NAME, SOURCE_HEADERS_NAME, STOCK_INDEX_NAME, STOCK_SINGLE_NAME
+from kconvert.runtime.patching import PatchedOnInit
+
+__all__ = ["LoadedModel", "Origin"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a model was loaded from."""
+
+    directory: Path
+    manifest: Manifest
+
+
+class LoadedModel(PatchedOnInit):
+    """Mixin of a model that `load_converted` returns."""
+
+    kconvert_origin: Origin
+
+    def _save_packed(self, directory: Any, is_main_process: bool, state: Any, kwargs: dict[str, Any]) -> Any:
+        target = Path(directory)
+        stock = next((name for name in (STOCK_SINGLE_NAME, STOCK_INDEX_NAME) if (target / name).exists()), None)
+        if stock is not None:
+            raise UsageError(f"{target} holds {stock}, stock weights that would be loaded instead", fix="save to an empty directory")
+        if is_main_process:
+            for name in (MANIFEST_NAME, SINGLE_NAME, INDEX_NAME):
+                (target / name).unlink(missing_ok=True)
+        kwargs["save_original_format"] = False
+        model = cast("Any", self)
+        # past ConvertedModel: the state dict is to keep its packed names
+        result = type(model).kconvert_stock_class.save_pretrained(
+            model, directory, is_main_process=is_main_process, state_dict=state, **kwargs
+        )
+        if is_main_process:
+            _complete(target, self.kconvert_origin)
+        return result
+
+
+def _complete(target: Path, origin: Origin) -> None:
+    """Everything but the weights: source headers, vendored kernels, and the manifest last."""
+    manifest = origin.manifest
+    if manifest.source_headers is not None and (origin.directory / SOURCE_HEADERS_NAME).is_file():
+        shutil.copyfile(origin.directory / SOURCE_HEADERS_NAME, target / SOURCE_HEADERS_NAME)
+    for patch in manifest.patches:
+        package = patch.layout.package
+        if package is not None:
+            folder = package.digest.partition(":")[2]
+            shutil.copytree(origin.directory / KERNELS_DIR / folder, target / KERNELS_DIR / folder, dirs_exist_ok=True)
+    files = tuple(sorted(path.name for path in target.glob("model.kconvert*.safetensors")))
+    stored: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name in files:
+        with safe_open(str(target / name), framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - not a dict
+                part = opened.get_slice(key)
+                stored[key] = (part.get_dtype(), tuple(part.get_shape()))
+    tensors = tuple(
+        replace(record, dtype=stored[record.target][0], shape=stored[record.target][1])
+        for record in manifest.tensors
+        if record.target in stored
+    )
+    changed = replace(
+        manifest,
+        tensors=tensors,
+        carried=(),
+        model_checked=True,
+        config_digest=sha256_digest((target / "config.json").read_bytes()),
+        weight_files=files,
+        sidecars=tuple(sorted(path.name for path in target.glob("*.json") if path.name not in (INDEX_NAME, MANIFEST_NAME))),
+    )
+    (target / MANIFEST_NAME).write_bytes(changed.to_bytes())

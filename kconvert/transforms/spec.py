@@ -1,0 +1,63 @@
+"""A layout, declared once: member modules, rules, and the kernels that implement it.
+
+Specs import no torch, so that planning, the catalog and `list-kernels --no-probe` stay light.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kconvert.transforms.rules import Op, Rule
+
+__all__ = ["KernelEntry", "LayoutSpec"]
+
+
+@dataclass(frozen=True)
+class KernelEntry:
+    """A kernel ID and the device type it runs on (`cpu`, `cuda`, `npu`)."""
+
+    kernel_id: str
+    device: str
+
+
+@dataclass(frozen=True)
+class LayoutSpec:
+    """A built-in layout.
+
+    Attributes:
+        name: the layout's name, e.g. `gated_mlp`.
+        version: raised when rules or part order change; written in the manifest and checked at load.
+        members: a word per module that an entry must match, in pair order; one is a replacement.
+        rules: how the layout's tensors come from the members' tensors.
+        kernels: the kernels that implement it, best first.
+        module: where its `{Name}Layout` class lives, as `package.module:Class`.
+        summary: one line for people.
+    """
+
+    name: str
+    version: int
+    members: tuple[str, ...]
+    rules: tuple[Rule, ...]
+    kernels: tuple[KernelEntry, ...]
+    module: str
+    summary: str
+
+    def __post_init__(self) -> None:
+        targets = [rule.target for rule in self.rules]
+        if len(set(targets)) != len(targets):
+            raise ValueError(f"layout {self.name!r} makes a tensor twice: {targets}")
+        stray = {source.member for rule in self.rules for source in rule.sources} - set(range(len(self.members)))
+        if stray:
+            raise ValueError(f"layout {self.name!r} has {len(self.members)} members, its rules name member {stray}")
+
+    @property
+    def is_fusion(self) -> bool:
+        """Whether the layout takes several sibling modules."""
+        return len(self.members) > 1
+
+    @property
+    def changes_parameters(self) -> bool:
+        """Whether the stored tensors differ from the source's in name, shape or place."""
+        return self.is_fusion or any(
+            rule.op is not Op.RENAME or rule.target != rule.sources[0].name for rule in self.rules
+        )
