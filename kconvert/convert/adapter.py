@@ -55,9 +55,7 @@ def _rule(rule: Any, where: str) -> MappingRule:
 def _concatenation_axis(rule: Any, where: str) -> int:
     names = [type(op).__name__ for op in rule.operations]
     if len(rule.operations) != 1 or type(rule.operations[0]) is not Concatenate:
-        raise RecipeError(
-            f"conversion ops {names} cannot be written offline", where=where, fix="use one Concatenate"
-        )
+        raise RecipeError(f"conversion ops {names} cannot be written offline", where=where, fix="use one Concatenate")
     if len(rule.source_patterns) < 2:
         raise RecipeError(f"{rule} joins a single pattern", where=where, fix="use WeightRenaming")
     return int(rule.operations[0].dim)

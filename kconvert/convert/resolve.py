@@ -18,7 +18,7 @@ from kconvert.manifest import LayoutRecord, PackageRecord
 from kconvert.names import near_misses
 from kconvert.plan import Entry, Pair
 from kconvert.recipe import KernelRef, Patch, Recipe
-from kconvert.transforms import LayoutSpec, bind_mapping, bind_spec
+from kconvert.transforms import LayoutSpec, MappingRule, bind_mapping, bind_spec
 
 if TYPE_CHECKING:
     from kconvert.kernels.packages import PackageClasses, PackageCopy
@@ -75,7 +75,9 @@ def _builtin_entry(number: int, patch: Patch) -> Entry:
     names = {kernel_id: spec.name for kernel_id, spec in specs.items()}
     if len(set(names.values())) > 1:
         listed = ", ".join(f"{kernel_id} has {name}" for kernel_id, name in names.items())
-        raise RecipeError(f"kernels of one entry have different layouts: {listed}", where=patch.where, fix="give each its own entry")
+        raise RecipeError(
+            f"kernels of one entry have different layouts: {listed}", where=patch.where, fix="give each its own entry"
+        )
     spec = next(iter(specs.values()))
     if len(spec.members) != len(patch.targets):
         wanted = f"fuse: with {len(spec.members)} modules ({', '.join(spec.members)})" if spec.is_fusion else "replace:"
@@ -108,7 +110,9 @@ def _spec_of(kernel_id: str, where: str) -> LayoutSpec:
         kernel = catalog.get(kernel_id)
         if kernel is not None and not issubclass(kernel, LayoutKernel):
             raise RecipeError(
-                f"kernel {kernel_id!r} has no layout", where=where, fix="use it with kconvert.kernels.apply_kernel on a live model"
+                f"kernel {kernel_id!r} has no layout",
+                where=where,
+                fix="use it with kconvert.kernels.apply_kernel on a live model",
             )
         if kernel is not None:
             return kernel.layout.spec
@@ -151,7 +155,9 @@ def _package_entry(
     return entry, package
 
 
-def _import(patch: Patch, reference: KernelRef, recipe: Recipe, trust_remote_code: bool):  # type: ignore[no-untyped-def]
+def _import(
+    patch: Patch, reference: KernelRef, recipe: Recipe, trust_remote_code: bool
+) -> tuple[ResolvedPackage, tuple[MappingRule, ...]]:
     from kconvert.convert.adapter import rules_from_mapping
     from kconvert.kernels.packages import check_trust, copy_package, import_package
 

@@ -24,7 +24,7 @@ from kconvert.kernels.model import converted_class
 from kconvert.manifest import Manifest
 from kconvert.plan import Plan
 from kconvert.runtime.modelclass import build_meta_model, load_config, model_class
-from kconvert.runtime.patching import PatchJob, PatchedOnInit, ResolvedPatch, packings_of, patching, resolve_layout
+from kconvert.runtime.patching import PatchedOnInit, PatchJob, ResolvedPatch, packings_of, patching, resolve_layout
 
 __all__ = ["StockModel", "build_stock_model", "check_packed_model"]
 
@@ -137,7 +137,9 @@ def _check_float32_lists(model: Any, plan: Plan) -> None:
                 )
 
 
-def _build_packed(stock: StockModel, manifest: Manifest, resolved: ResolvedRecipe) -> tuple[Any, tuple[ResolvedPatch, ...]]:
+def _build_packed(
+    stock: StockModel, manifest: Manifest, resolved: ResolvedRecipe
+) -> tuple[Any, tuple[ResolvedPatch, ...]]:
     packings = packings_of(manifest)
     patches = []
     for number, record in enumerate(manifest.patches):
@@ -205,6 +207,7 @@ def _facts(packed: Any, patch: ResolvedPatch) -> dict[str, dict[str, Any]] | Non
         if found:
             known = facts.setdefault(patch.record.classes[0], found)
             if known != found:
-                raise RecipeError(f"{patch.record.classes[0]} computes {known} in one place and {found} at {paths[0]!r}")
+                raise RecipeError(
+                    f"{patch.record.classes[0]} computes {known} in one place and {found} at {paths[0]!r}"
+                )
     return facts or None
-

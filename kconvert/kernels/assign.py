@@ -99,9 +99,7 @@ def assign_kernels(
     candidates, unavailable, unsupported = [], {}, {}
     for kernel_id, source in order.items():
         kernel = known[kernel_id]
-        candidates.append(
-            Candidate(kernel_id, kernel.device().value, source, kernel.has_backward, kernel.dtypes)
-        )
+        candidates.append(Candidate(kernel_id, kernel.device().value, source, kernel.has_backward, kernel.dtypes))
         missing = check_deps_reason(kernel)
         if missing is not None:
             unavailable[kernel_id] = missing

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,12 +38,14 @@ class _Watch(TorchDispatchMode):
     """Refuses a link when an operation outside its successor reads the output."""
 
     def __init__(self, links: Sequence[_Link]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._links = links
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read = {
-            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs or {}))
+            if isinstance(leaf, torch.Tensor)
         }
         for link in self._links:
             if link.output is not None and not link.inside and link.output.untyped_storage()._cdata in read:
@@ -57,7 +60,7 @@ def check_chains(model: nn.Module, chains: Sequence[Sequence[str]]) -> list[str 
         model: a causal or encoder model on the meta device, stock.
         chains: module paths in pair order; each feeds the next.
     """
-    flat = [(number, first, second) for number, chain in enumerate(chains) for first, second in zip(chain, chain[1:], strict=False)]
+    flat = [(number, first, second) for number, chain in enumerate(chains) for first, second in pairwise(chain)]
     links = [_Link() for _ in flat]
     handles = []
     for link, (_, first, second) in zip(links, flat, strict=True):

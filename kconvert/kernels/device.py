@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 from kconvert.kernels.base import DeviceType
 
@@ -30,9 +31,10 @@ def device_reason(device: DeviceType) -> str | None:
             return "torch_npu is not installed"
         try:
             import_module("torch_npu")
-        except Exception as error:  # a wheel without the CANN libraries fails in several ways
+        except Exception as error:  # noqa: BLE001 - a wheel without the CANN libraries fails in several ways
             return f"torch_npu does not import ({_first_line(error)}); are the CANN libraries installed?"
-        return None if torch.npu.is_available() else "torch_npu is installed, but there is no NPU"
+        npu: Any = vars(torch).get("npu")  # torch has it once torch_npu is imported
+        return None if npu is not None and npu.is_available() else "torch_npu is installed, but there is no NPU"
     if device is DeviceType.XPU:
         return None if torch.xpu.is_available() else "no XPU device"
     return None if torch.backends.mps.is_available() else "no MPS device"

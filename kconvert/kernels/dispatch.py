@@ -43,7 +43,9 @@ class Dispatch:
             self._table.get((name, Mode.INFERENCE)) is not self._table.get((name, Mode.TRAINING)) for name in devices
         )
 
-    def kernel_for(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> type[ForwardKernel] | None:
+    def kernel_for(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> type[ForwardKernel] | None:
         """The kernel for this call, or None for the reference."""
         tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
         if tensor is None:

@@ -92,7 +92,9 @@ def apply_layout_kernel(kernel: type[LayoutKernel], model: Any) -> Any:
     """Patch every module of `model` that qualifies for the kernel's layout, and let the kernel run there."""
     layout = kernel.layout
     refused: list[str] = []
-    patched = [path for path, module in model.named_modules() if getattr(module, "kconvert_layout", None) == layout.spec.name]
+    patched = [
+        path for path, module in model.named_modules() if getattr(module, "kconvert_layout", None) == layout.spec.name
+    ]
     fresh: list[tuple[str, ...]] = []
     for paths in _candidates(layout, model):
         reason = _refusal(layout, [model.get_submodule(path) for path in paths])
@@ -103,7 +105,9 @@ def apply_layout_kernel(kernel: type[LayoutKernel], model: Any) -> Any:
     packings = [packing for paths in fresh for packing in _patch_live(layout, model, paths)]
     if not patched and not fresh:
         why = f"; e.g. {refused[0]}" if refused else ""
-        message = f"{kernel.kernel_id()}: no module of the model fits layout {layout.spec.name!r}, nothing is patched{why}"
+        message = (
+            f"{kernel.kernel_id()}: no module of the model fits layout {layout.spec.name!r}, nothing is patched{why}"
+        )
         warnings.warn(message, _NothingPatchedWarning, stacklevel=4)
         return model
     for path in (*patched, *(paths[0] for paths in fresh)):

@@ -90,14 +90,20 @@ def _check_adapter(packings: Iterable[Packing], directory: Path) -> None:
     file = directory / "adapter_model.safetensors"
     advice = "merge the adapter into the stock model first, and convert the result"
     if not file.is_file():
-        raise UsageError("no adapter_model.safetensors here to compare with the packed names", where=str(directory), fix=advice)
+        raise UsageError(
+            "no adapter_model.safetensors here to compare with the packed names", where=str(directory), fix=advice
+        )
     with safe_open(str(file), framework="pt") as opened:
         keys = [key.removeprefix("base_model.model.") for key in opened.keys()]  # noqa: SIM118  # not a dict
     for packing in packings:
         for name, _ in packing.parts:
             module = name.rpartition(".")[0]
             if not packing.is_identity and any(key.startswith(f"{module}.") for key in keys):
-                raise UsageError(f"the adapter changes {module!r}, which is packed into {packing.target!r}", where=str(file), fix=advice)
+                raise UsageError(
+                    f"the adapter changes {module!r}, which is packed into {packing.target!r}",
+                    where=str(file),
+                    fix=advice,
+                )
 
 
 _CLASSES: dict[tuple[type, ...], type] = {}
@@ -122,7 +128,7 @@ def converted_class(*bases: type) -> type[Any]:
 
 
 def _rebuild(bases: tuple[type, ...]) -> Any:
-    made = converted_class(*bases)
+    made: Any = converted_class(*bases)
     return made.__new__(made)
 
 

@@ -54,25 +54,36 @@ class PackageClasses:
 
 def _listed_files(directory: Path, package_id: str) -> list[str]:
     if not directory.is_dir():
-        raise RecipeError(f"kernel package {package_id!r}: {directory} is no folder", fix="give the path of the package's folder")
+        raise RecipeError(
+            f"kernel package {package_id!r}: {directory} is no folder", fix="give the path of the package's folder"
+        )
     names = []
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if path.is_symlink():
-            raise KernelRefusedError(f"kernel package {package_id!r} holds a link, {name}", fix="replace it by the file")
+            raise KernelRefusedError(
+                f"kernel package {package_id!r} holds a link, {name}", fix="replace it by the file"
+            )
         if path.is_dir():
             continue
         if not path.is_file():
-            raise KernelRefusedError(f"kernel package {package_id!r} holds {name}, which is no regular file", fix="remove it")
+            raise KernelRefusedError(
+                f"kernel package {package_id!r} holds {name}, which is no regular file", fix="remove it"
+            )
         if path.suffix in _BYTE_CODE:
             raise KernelRefusedError(
-                f"kernel package {package_id!r} holds byte code, {name}", fix="remove every __pycache__ folder and .pyc file"
+                f"kernel package {package_id!r} holds byte code, {name}",
+                fix="remove every __pycache__ folder and .pyc file",
             )
         names.append(name)
         if len(names) > _MAX_FILES:
-            raise KernelRefusedError(f"kernel package {package_id!r} has over {_MAX_FILES} files", fix="name the package's own folder")
+            raise KernelRefusedError(
+                f"kernel package {package_id!r} has over {_MAX_FILES} files", fix="name the package's own folder"
+            )
     if not names:
-        raise RecipeError(f"kernel package {package_id!r}: {directory} is empty", fix="give the path of the package's folder")
+        raise RecipeError(
+            f"kernel package {package_id!r}: {directory} is empty", fix="give the path of the package's folder"
+        )
     return names
 
 
@@ -129,7 +140,9 @@ def check_trust(
             fix=f"read it, then pass trust_kernels={{{package.package_id!r}: {package.digest!r}}} or trust_remote_code "
             "(on the command line --trust-remote-code, beside trust_remote_code: true in the recipe)",
         )
-    print(f"kconvert: importing kernel package {package.package_id} (commit {commit or 'none'}, {package.digest})", file=sys.stderr)
+    sys.stderr.write(
+        f"kconvert: importing kernel package {package.package_id} (commit {commit or 'none'}, {package.digest})\n"
+    )
 
 
 def _import(package: PackageCopy) -> ModuleType:
@@ -141,9 +154,12 @@ def _import(package: PackageCopy) -> ModuleType:
     entry = init if init.is_file() else layers
     if not entry.is_file():
         raise RecipeError(
-            f"kernel package {package.package_id!r} has neither __init__.py nor layers.py", fix="put both classes into layers.py"
+            f"kernel package {package.package_id!r} has neither __init__.py nor layers.py",
+            fix="put both classes into layers.py",
         )
-    spec = spec_from_file_location(name, entry, submodule_search_locations=[str(package.path)] if entry is init else None)
+    spec = spec_from_file_location(
+        name, entry, submodule_search_locations=[str(package.path)] if entry is init else None
+    )
     if spec is None or spec.loader is None:
         raise KernelRefusedError(f"kernel package {package.package_id!r} cannot be imported from {entry.name}")
     module = module_from_spec(spec)

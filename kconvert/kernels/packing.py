@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -50,12 +50,12 @@ def unpack_state(packings: Iterable[Packing], state: Mapping[str, torch.Tensor])
     return unpacked
 
 
-def pack_on_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def pack_on_load(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
     """`load_state_dict` pre-hook of a converted model: accept stock names beside packed ones.
 
     A group that is only partly there (one shard of a Trainer checkpoint) is copied into its rows at once.
     """
-    packings: tuple[Packing, ...] = module.kconvert_packings  # type: ignore[assignment]
+    packings = cast("tuple[Packing, ...]", module.kconvert_packings)
     for packing in packings:
         names = [f"{prefix}{name}" for name, _ in packing.parts]
         present = [name for name in names if name in state]

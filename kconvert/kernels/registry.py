@@ -123,7 +123,7 @@ def scan_all_kernels() -> tuple[ScanFailure, ...]:
             try:
                 import_module(name)
                 Registry._scanned.add(name)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - one broken file must not take the others down
                 Registry._kernels.clear()
                 Registry._kernels.update(before)
                 line = str(error).splitlines()[0] if str(error) else type(error).__name__

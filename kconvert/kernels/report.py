@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -59,7 +59,12 @@ class Report:
                     "kernel": module.kernel,
                     "training_kernel": module.training_kernel or REFERENCE,
                     "trace": [
-                        {"kernel": item.kernel_id, "origin": item.origin, "accepted": item.accepted, "reason": item.reason}
+                        {
+                            "kernel": item.kernel_id,
+                            "origin": item.origin,
+                            "accepted": item.accepted,
+                            "reason": item.reason,
+                        }
                         for item in module.selection.trace
                     ],
                 }
@@ -84,7 +89,9 @@ class Report:
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = []
         for row in rows:
-            lines.append("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), ""]).rstrip())
+            lines.append(
+                "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), ""]).rstrip()
+            )
             for number, reason in enumerate(row[5].split("; ")):
                 if row is not rows[0] and reason != "-":
                     lines.append(f"    {'not used: ' if number == 0 else '          '}{reason}")
@@ -104,8 +111,8 @@ def module_device(module: nn.Module) -> str:
 
 def _patched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Dispatch]]:
     for path, module in model.named_modules():
-        if is_patched(module) and module.kconvert_dispatch.devices():  # type: ignore[operator,union-attr]
-            yield path, module, module.kconvert_dispatch  # type: ignore[misc]
+        if is_patched(module) and cast("Dispatch", module.kconvert_dispatch).devices():
+            yield path, module, cast("Dispatch", module.kconvert_dispatch)
 
 
 def build_report(model: nn.Module) -> Report:

@@ -180,7 +180,7 @@ def load_manifest(directory: Path) -> Manifest:
     if digest != sha256_digest(canonical_json(value)):
         raise ManifestError("its digest does not fit its content: it was edited or damaged", where=str(path), fix=fix)
     try:
-        manifest = _read(Manifest, value, "manifest")
+        manifest: Manifest = _read(Manifest, value, "manifest")
     except (TypeError, KeyError, ValueError) as error:
         raise ManifestError(f"malformed ({error})", where=str(path), fix=fix) from None
     _check(manifest, str(path))

@@ -117,7 +117,9 @@ def _step(claim: Claim, rule: BoundRule, sources: Mapping[str, SourceTensor], ch
     tensors = [sources[name] for name in rule.sources]
     where = str(checkpoint.model_dir)
     dtypes = sorted({tensor.dtype for tensor in tensors})
-    listed = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in zip(rule.sources, tensors, strict=True))
+    listed = ", ".join(
+        f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in zip(rule.sources, tensors, strict=True)
+    )
     if len(dtypes) > 1:
         raise CheckpointError(
             f"{rule.target!r} would join different dtypes: {listed}",
@@ -132,7 +134,9 @@ def _step(claim: Claim, rule: BoundRule, sources: Mapping[str, SourceTensor], ch
         shape = target_shape(rule.op, rule.axis, [tensor.shape for tensor in tensors])
     except ShapeError as error:
         raise CheckpointError(
-            f"{rule.target!r} cannot be made of {listed} ({error})", where=where, fix="check the checkpoint's config.json"
+            f"{rule.target!r} cannot be made of {listed} ({error})",
+            where=where,
+            fix="check the checkpoint's config.json",
         ) from None
     parts = tuple(_part(name, tensor, rule.axis) for name, tensor in zip(rule.sources, tensors, strict=True))
     return Step(rule.target, dtypes[0], shape, rule.op.value, rule.axis, claim.entry, parts)

@@ -67,9 +67,7 @@ def match_entries(
     return tuple(claims), tuple(traces)
 
 
-def _matches(
-    pair: Pair, module_paths: Sequence[str], classes: Mapping[str, str] | None
-) -> dict[tuple[str, ...], str]:
+def _matches(pair: Pair, module_paths: Sequence[str], classes: Mapping[str, str] | None) -> dict[tuple[str, ...], str]:
     """The paths that a pattern takes, keyed by what its wildcards took."""
     taken = {}
     for path in module_paths:

@@ -46,7 +46,8 @@ class CapturedCalls:
         """
         if id(module) not in self._calls:
             raise UsageError(
-                f"the constructor arguments of a {type(module).__name__} were not seen", fix="use a fusion, whose layout takes modules"
+                f"the constructor arguments of a {type(module).__name__} were not seen",
+                fix="use a fusion, whose layout takes modules",
             )
         return self._calls[id(module)][1:]
 
@@ -85,7 +86,9 @@ def capture_constructors(class_names: Collection[str]) -> Iterator[CapturedCalls
     elif sys.gettrace() is None:
         install = sys.settrace
     else:
-        raise UsageError("a profiler and a tracer are both active while a kernel package is loaded", fix="stop one of them")
+        raise UsageError(
+            "a profiler and a tracer are both active while a kernel package is loaded", fix="stop one of them"
+        )
     install(hook)
     try:
         yield calls

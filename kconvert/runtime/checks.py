@@ -60,7 +60,9 @@ def check_files(directory: Path, manifest: Manifest) -> None:
         raise ManifestError(f"both {SINGLE_NAME} and {INDEX_NAME} are here, from two conversions", where=where, fix=fix)
     files = [SINGLE_NAME] if single.exists() else _indexed_files(index)
     if sorted(files) != sorted(manifest.weight_files):
-        raise ManifestError(f"weight files are {sorted(files)}, the manifest has {sorted(manifest.weight_files)}", where=where, fix=fix)
+        raise ManifestError(
+            f"weight files are {sorted(files)}, the manifest has {sorted(manifest.weight_files)}", where=where, fix=fix
+        )
     found: dict[str, list[int]] = {}
     for name in files:
         try:
@@ -87,7 +89,9 @@ def _indexed_files(index: Path) -> list[str]:
         value = json.loads(index.read_bytes(), object_pairs_hook=unique_pairs)
         names = sorted(set(value["weight_map"].values()))
     except FileNotFoundError:
-        raise ManifestError("no converted weights here", where=str(index.parent), fix="convert the checkpoint again") from None
+        raise ManifestError(
+            "no converted weights here", where=str(index.parent), fix="convert the checkpoint again"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ManifestError(f"cannot be read ({error})", where=str(index), fix="convert the checkpoint again") from None
     for name in names:

@@ -133,7 +133,9 @@ def _vendored(
 ) -> PackageClasses:
     folder = record.digest.partition(":")[2]
     if not (len(folder) == 64 and set(folder) <= set("0123456789abcdef")):
-        raise ManifestError(f"digest {record.digest!r} is malformed", where=str(directory), fix="do not use this checkpoint")
+        raise ManifestError(
+            f"digest {record.digest!r} is malformed", where=str(directory), fix="do not use this checkpoint"
+        )
     source = directory / KERNELS_DIR / folder
     if not source.is_dir():
         raise ManifestError(f"kernel package {record.package_id!r} is missing", where=str(source), fix="convert again")
@@ -189,5 +191,3 @@ def _check_facts(patch: ResolvedPatch, module: Any) -> None:
             f"{patch.record.classes[0]} computes {found} here, at conversion it was {expected}",
             fix="convert again with this transformers version",
         )
-
-

@@ -25,7 +25,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes(), object_pairs_hook=unique_pairs)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot be read ({error})", where=str(path), fix="download the checkpoint again") from None
+        raise CheckpointError(
+            f"cannot be read ({error})", where=str(path), fix="download the checkpoint again"
+        ) from None
     if not isinstance(value, dict):
         raise CheckpointError("is no JSON object", where=str(path), fix="download the checkpoint again")
     return value
@@ -40,7 +42,9 @@ def model_class(directory: Path, config: dict[str, Any], *, trust_remote_code: b
     """
     architectures = config.get("architectures")
     if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
-        raise CheckpointError("config.json names no architecture", where=str(directory), fix='add "architectures": ["..."]')
+        raise CheckpointError(
+            "config.json names no architecture", where=str(directory), fix='add "architectures": ["..."]'
+        )
     name = architectures[0]
     reference = _remote_reference(config, name)
     if reference is not None and trust_remote_code:
@@ -53,10 +57,14 @@ def model_class(directory: Path, config: dict[str, Any], *, trust_remote_code: b
         return found
     if reference is not None:
         raise TrustError(
-            f"{name} is defined by code in this directory", where=str(directory), fix="read it, then pass trust_remote_code=True"
+            f"{name} is defined by code in this directory",
+            where=str(directory),
+            fix="read it, then pass trust_remote_code=True",
         )
     raise CheckpointError(
-        f"transformers {transformers.__version__} has no model class {name}", where=str(directory), fix="update transformers"
+        f"transformers {transformers.__version__} has no model class {name}",
+        where=str(directory),
+        fix="update transformers",
     )
 
 

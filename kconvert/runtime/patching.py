@@ -97,10 +97,13 @@ def _module(model: nn.Module, path: str, class_name: str) -> nn.Module:
     try:
         module = model.get_submodule(path)
     except AttributeError:
-        raise ManifestError(f"the model has no module {path!r}", fix="convert again with this transformers version") from None
+        raise ManifestError(
+            f"the model has no module {path!r}", fix="convert again with this transformers version"
+        ) from None
     if type(module).__name__ != class_name:
         raise ManifestError(
-            f"{path!r} is a {type(module).__name__}, the manifest says {class_name}", fix="convert again with this transformers version"
+            f"{path!r} is a {type(module).__name__}, the manifest says {class_name}",
+            fix="convert again with this transformers version",
         )
     return module
 
@@ -124,17 +127,22 @@ def resolve_layout(record: PatchRecord, tensors: Mapping[str, Packing]) -> type[
     name = record.layout.name
     layout = load_layout(name)
     if layout is None:
-        raise ManifestError(f"the manifest names layout {name!r}, which is not installed", fix="install the package that has it")
+        raise ManifestError(
+            f"the manifest names layout {name!r}, which is not installed", fix="install the package that has it"
+        )
     spec = layout.spec
     if spec.version != record.layout.version:
         raise ManifestError(
-            f"layout {name!r} was written in version {record.layout.version}, this kconvert has {spec.version}", fix="convert again"
+            f"layout {name!r} was written in version {record.layout.version}, this kconvert has {spec.version}",
+            fix="convert again",
         )
     for paths in record.modules:
         inside = {target: packing for target, packing in tensors.items() if target.startswith(f"{paths[0]}.")}
         sources = [source for packing in inside.values() for source, _ in packing.parts]
         expected = {rule.target: (rule.axis, rule.sources) for rule in bind_spec(spec, paths, sources)}
-        found = {target: (packing.axis, tuple(source for source, _ in packing.parts)) for target, packing in inside.items()}
+        found = {
+            target: (packing.axis, tuple(source for source, _ in packing.parts)) for target, packing in inside.items()
+        }
         if expected != found:
             raise ManifestError(
                 f"the parts of {paths[0]!r} in the manifest are not those of layout {name!r}: {found} instead of {expected}",

@@ -11,12 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from safetensors import safe_open
 
 from kconvert.errors import UsageError
 from kconvert.manifest import Manifest, sha256_digest
-from kconvert.names import INDEX_NAME, KERNELS_DIR, MANIFEST_NAME, SINGLE_NAME, SOURCE_HEADERS_NAME, STOCK_INDEX_NAME, STOCK_SINGLE_NAME
+from kconvert.names import (
+    INDEX_NAME,
+    KERNELS_DIR,
+    MANIFEST_NAME,
+    SINGLE_NAME,
+    SOURCE_HEADERS_NAME,
+    STOCK_INDEX_NAME,
+    STOCK_SINGLE_NAME,
+)
 from kconvert.runtime.patching import PatchedOnInit
 
 __all__ = ["LoadedModel", "Origin"]
@@ -39,7 +46,9 @@ class LoadedModel(PatchedOnInit):
         target = Path(directory)
         stock = next((name for name in (STOCK_SINGLE_NAME, STOCK_INDEX_NAME) if (target / name).exists()), None)
         if stock is not None:
-            raise UsageError(f"{target} holds {stock}, stock weights that would be loaded instead", fix="save to an empty directory")
+            raise UsageError(
+                f"{target} holds {stock}, stock weights that would be loaded instead", fix="save to an empty directory"
+            )
         if is_main_process:
             for name in (MANIFEST_NAME, SINGLE_NAME, INDEX_NAME):
                 (target / name).unlink(missing_ok=True)
@@ -83,6 +92,8 @@ def _complete(target: Path, origin: Origin) -> None:
         model_checked=True,
         config_digest=sha256_digest((target / "config.json").read_bytes()),
         weight_files=files,
-        sidecars=tuple(sorted(path.name for path in target.glob("*.json") if path.name not in (INDEX_NAME, MANIFEST_NAME))),
+        sidecars=tuple(
+            sorted(path.name for path in target.glob("*.json") if path.name not in (INDEX_NAME, MANIFEST_NAME))
+        ),
     )
     (target / MANIFEST_NAME).write_bytes(changed.to_bytes())

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kconvert.errors import CheckpointError, RecipeError
-from kconvert.transforms.rules import BoundRule, Op, Rule
+from kconvert.transforms.rules import BoundRule, Op
 from kconvert.transforms.spec import LayoutSpec
 
 __all__ = ["MappingRule", "bind_mapping", "bind_spec"]
@@ -56,7 +56,8 @@ def bind_spec(spec: LayoutSpec, paths: Sequence[str], names: Sequence[str]) -> t
         CheckpointError: a source is missing, or a tensor inside the modules is not taken by the layout.
     """
     present = {name for name in names if any(_inside(name, path) is not None for path in paths)}
-    bound, used = [], set()
+    bound: list[BoundRule] = []
+    used: set[str] = set()
     for rule in spec.rules:
         sources = tuple(f"{paths[source.member]}.{source.name}" for source in rule.sources)
         missing = [name for name in sources if name not in present]
@@ -102,9 +103,7 @@ def _apply(rule: MappingRule, name: str) -> _Match | None:
     return _Match(name[: found.start()] + replacement + name[found.end() :], int(group[1:]))
 
 
-def bind_mapping(
-    rules: Sequence[MappingRule], paths: Sequence[str], names: Sequence[str]
-) -> tuple[BoundRule, ...]:
+def bind_mapping(rules: Sequence[MappingRule], paths: Sequence[str], names: Sequence[str]) -> tuple[BoundRule, ...]:
     """A package's conversion mapping on the modules at `paths`.
 
     As in transformers every renaming that matches is applied in turn, then at most one converter; a name

@@ -35,7 +35,7 @@ class CpuFusedSwiGLU(LayoutKernel):
     def forward(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         """`hidden_states` `[..., hidden]` to the same shape."""
         mlp = cast("GatedMLPLayout", module)
-        return mlp.down_proj(swiglu_cpu(mlp.gate_up_proj(hidden_states)))
+        return cast("torch.Tensor", mlp.down_proj(swiglu_cpu(mlp.gate_up_proj(hidden_states))))
 
     @classmethod
     def supports(cls, module: nn.Module) -> str | None:

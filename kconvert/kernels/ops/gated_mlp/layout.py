@@ -92,13 +92,13 @@ def prove_swiglu(module: GatedMLPLayout) -> str | None:
             return made
 
         gate, up, down = linear(12, 8), linear(12, 8), linear(8, 12)
-        others = {key: value for key, value in module._modules.items() if key not in ("gate_up_proj", "down_proj")}
+        others = {key: value for key, value in module.named_children() if key not in ("gate_up_proj", "down_proj")}
         twin = stock_twin(module, {}, {"gate_proj": gate, "up_proj": up, "down_proj": down, **others})
         for scale in (0.1, 1.0, 100.0):
             hidden = scale * torch.randn(2, 3, 8, generator=generator, dtype=torch.float64)
             try:
                 found = twin(hidden)
-            except Exception as error:  # another signature, or sizes read from the config
+            except Exception as error:  # noqa: BLE001 - another signature, or sizes read from the config
                 return f"its forward does not run on other sizes ({type(error).__name__})"
             expected = down(F.silu(gate(hidden)) * up(hidden))
             if not isinstance(found, torch.Tensor) or found.shape != expected.shape:

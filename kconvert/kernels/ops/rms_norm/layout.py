@@ -121,7 +121,7 @@ def prove_variant(module: nn.Module) -> RMSNormVariant:
             twin = stock_twin(module, {"weight": nn.Parameter(weight.to(dtype))})
             try:
                 cases.append((rows.to(dtype), weight.to(dtype), twin(rows.to(dtype))))
-            except Exception as error:  # a norm with another signature, e.g. a gate
+            except Exception as error:  # noqa: BLE001 - a norm with another signature, e.g. a gate
                 return RMSNormVariant(why_not=f"its forward does not take one tensor ({type(error).__name__})")
         for offset in (0.0, 1.0):
             for cast_first in (True, False):

@@ -1,0 +1,99 @@
+"""The app, and the one place where errors are printed and become an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import click
+import typer
+import typer.main
+
+from kconvert import __version__
+from kconvert.cli.apply import apply_command
+from kconvert.cli.list_kernels import list_kernels_command
+from kconvert.cli.output import note, print_json, warn
+from kconvert.cli.plan import plan_command
+from kconvert.errors import InterruptedRunError, KconvertError
+
+__all__ = ["app", "main"]
+
+EXIT_CODES = """\
+Exit codes: 0 ok; 1 unexpected; 2 usage, or the output equals or lies inside the source; 3 recipe (unknown
+kernel ID, no match, wrong class or model type); 4 source checkpoint (missing member, damaged, already
+converted, shape mismatch, pickle); 5 verification failed; 6 preflight (disk); 7 output exists, is locked, or
+a resume is refused; 8 kernel or trust refused, changed digest; 130 interrupted.
+"""
+
+app = typer.Typer(
+    name="kconvert",
+    help="Compile a Hugging Face checkpoint, once and offline, into the form that fast kernels want.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("apply", epilog=EXIT_CODES)(apply_command)
+app.command("plan", epilog=EXIT_CODES)(plan_command)
+app.command("list-kernels", epilog=EXIT_CODES)(list_kernels_command)
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(f"kconvert {__version__}")
+        raise typer.Exit
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code; never raises and never prints a traceback.
+
+    `KCONVERT_TRACEBACK=1` in the environment shows the traceback of an unexpected error.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    shown = warnings.showwarning
+    warnings.showwarning = _show_warning
+    try:
+        result = typer.main.get_command(app).main(args=arguments, prog_name="kconvert", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except KconvertError as error:
+        return _fail(arguments, str(error), error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        note(error.format_message())
+        return 2
+    except click.ClickException as error:
+        return _fail(arguments, error.format_message(), error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        return _fail(arguments, "interrupted; nothing is left under the output name", InterruptedRunError.exit_code)
+    except BrokenPipeError:
+        # the reader has gone (`| head`); keep the interpreter from complaining at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if os.environ.get("KCONVERT_TRACEBACK") == "1":
+            raise
+        first = next(iter(str(error).splitlines()), "")
+        line = (
+            f"unexpected {type(error).__name__}: {first}; this is a fault in kconvert, KCONVERT_TRACEBACK=1 shows where"
+        )
+        return _fail(arguments, line, 1)
+    finally:
+        warnings.showwarning = shown
+
+
+def _fail(arguments: Sequence[str], message: str, code: int) -> int:
+    note(f"kconvert: error: {message}")
+    if "--json" in arguments:
+        print_json({"error": message, "exit_code": code})
+    return code
+
+
+def _show_warning(message: Any, category: Any, filename: Any, lineno: Any, file: Any = None, line: Any = None) -> None:
+    warn(str(message))

@@ -1,0 +1,71 @@
+"""`kconvert list-kernels`: what there is, what runs on this machine, and why the rest does not."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from kconvert.cli.options import Json
+from kconvert.cli.output import note, print_json, print_table
+from kconvert.errors import UsageError
+from kconvert.kernels.base import DeviceType, LayoutKernel
+from kconvert.kernels.registry import Registry, check_deps_reason, kernel_entry_points
+from kconvert.kernels.specs import kernel_specs
+
+__all__ = ["list_kernels_command"]
+
+
+def list_kernels_command(
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="DEVICE", help="Only kernels of this device: cpu, cuda, npu.")
+    ] = None,
+    no_probe: Annotated[bool, typer.Option("--no-probe", help="Do not look at the machine; imports no torch.")] = False,
+    json: Json = False,
+) -> None:
+    """List every kernel, and whether it runs here."""
+    known = [kind.value for kind in DeviceType]
+    if device is not None and device not in known:
+        raise UsageError(f"unknown device {device!r}", fix=f"one of {', '.join(known)}")
+    rows = [row for row in (_declared() if no_probe else _probed()) if device in (None, row["device"])]
+    if json:
+        print_json(rows)
+        return
+    print_table(
+        "Kernels",
+        ("id", "device", "layout", "runs here"),
+        [(row["id"], row["device"], row["layout"] or "-", _verdict(row)) for row in rows],
+    )
+    if no_probe and kernel_entry_points():
+        names = ", ".join(point.name for point in kernel_entry_points())
+        note(f"kconvert: other packages bring kernels too ({names}); leave out --no-probe to see them")
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    if row["available"] is None:
+        return "not probed"
+    return "yes" if row["available"] else f"no: {row['reason']}"
+
+
+def _declared() -> list[dict[str, Any]]:
+    return [
+        {"id": kernel_id, "device": entry.device, "layout": spec.name, "available": None, "reason": "not probed"}
+        for kernel_id, (spec, entry) in sorted(kernel_specs().items())
+    ]
+
+
+def _probed() -> list[dict[str, Any]]:
+    rows = []
+    for kernel_id, kernel in Registry.catalog().items():
+        reason = check_deps_reason(kernel)
+        layout = kernel.layout.spec.name if issubclass(kernel, LayoutKernel) else None
+        rows.append(
+            {
+                "id": kernel_id,
+                "device": kernel.device().value,
+                "layout": layout,
+                "available": reason is None,
+                "reason": reason or "",
+            }
+        )
+    return rows
