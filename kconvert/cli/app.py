@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import click
 import typer
 import typer.main
 
@@ -32,7 +31,6 @@ app = typer.Typer(
     name="kconvert",
     help="Compile a Hugging Face checkpoint, once and offline, into the form that fast kernels want.",
     epilog=EXIT_CODES,
-    no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -43,13 +41,17 @@ app.command("plan", epilog=EXIT_CODES)(plan_command)
 app.command("list-kernels", epilog=EXIT_CODES)(list_kernels_command)
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _root(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
     if version:
         typer.echo(f"kconvert {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,21 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.showwarning = _show_warning
     try:
         result = typer.main.get_command(app).main(args=arguments, prog_name="kconvert", standalone_mode=False)
-        return result if isinstance(result, int) else 0
+        code = result if isinstance(result, int) else 0
+        return _interrupted(arguments) if code == InterruptedRunError.exit_code else code  # typer eats the interrupt
     except KconvertError as error:
         return _fail(arguments, str(error), error.exit_code)
-    except click.exceptions.NoArgsIsHelpError as error:
-        note(error.format_message())
-        return 2
-    except click.ClickException as error:
-        return _fail(arguments, error.format_message(), error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        return _fail(arguments, "interrupted; nothing is left under the output name", InterruptedRunError.exit_code)
+    except KeyboardInterrupt:
+        return _interrupted(arguments)
     except BrokenPipeError:
         # the reader has gone (`| head`); keep the interpreter from complaining at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        if hasattr(error, "format_message"):  # click's usage errors; typer may carry a click of its own
+            return _fail(arguments, f"{error.format_message()} `kconvert --help` shows the usage.", 2)
         if os.environ.get("KCONVERT_TRACEBACK") == "1":
             raise
         first = next(iter(str(error).splitlines()), "")
@@ -86,6 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(arguments, line, 1)
     finally:
         warnings.showwarning = shown
+
+
+def _interrupted(arguments: Sequence[str]) -> int:
+    return _fail(arguments, "interrupted; nothing is left under the output name", InterruptedRunError.exit_code)
 
 
 def _fail(arguments: Sequence[str], message: str, code: int) -> int:
