@@ -139,7 +139,7 @@ def _refuse_converted(model_dir: Path, names: frozenset[str]) -> None:
         raise CheckpointError(
             f"already converted: it holds {MANIFEST_NAME}",
             where=str(model_dir),
-            fix="give the original checkpoint, or run `kconvert revert` on this one first",
+            fix="give the original checkpoint",
         )
     own = sorted(name for name in names if is_own_name(name) and name not in (KERNELS_DIR, SOURCE_HEADERS_NAME))
     if own:

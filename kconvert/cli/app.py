@@ -89,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _interrupted(arguments: Sequence[str]) -> int:
-    return _fail(arguments, "interrupted; nothing is left under the output name", InterruptedRunError.exit_code)
+    error = InterruptedRunError("interrupted", fix="the output is as it was before")
+    return _fail(arguments, str(error), error.exit_code)
 
 
 def _fail(arguments: Sequence[str], message: str, code: int) -> int:

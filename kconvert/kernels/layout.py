@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from inspect import signature
 from threading import Lock
 from typing import Any, ClassVar, cast
 
@@ -21,7 +22,7 @@ from torch import nn
 from kconvert.kernels.dispatch import Dispatch
 from kconvert.transforms import LayoutSpec, Rule
 
-__all__ = ["Layout", "LinearView", "is_patched", "patched_class", "stock_class_of", "stock_twin"]
+__all__ = ["Layout", "LinearView", "is_patched", "other_inputs", "patched_class", "stock_class_of", "stock_twin"]
 
 
 class Layout(nn.Module):
@@ -108,8 +109,12 @@ class LinearView:
         return view
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden @ weight.T + bias`."""
-        return F.linear(hidden, self.weight, self.bias)
+        """`hidden @ weight.T + bias`; where accelerate offloads the packed projection, its hook brings it."""
+        hook = getattr(self._packed, "_hf_hook", None)
+        if hook is None:
+            return F.linear(hidden, self.weight, self.bias)
+        (moved,), _ = hook.pre_forward(self._packed, hidden)
+        return cast("torch.Tensor", hook.post_forward(self._packed, F.linear(moved, self.weight, self.bias)))
 
 
 _CLASSES: dict[tuple[type, ...], type[nn.Module]] = {}
@@ -165,6 +170,19 @@ def stock_class_of(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "kconvert_stock_class", type(module))
 
 
+def other_inputs(module: nn.Module) -> str | None:
+    """Why the stock forward is not a function of one tensor, or None.
+
+    An optional second input (the gate of a gated norm) does not show when the forward is tried on one tensor.
+    """
+    _, *names = signature(stock_class_of(module).forward).parameters
+    return None if len(names) == 1 else f"its forward takes {' and '.join(names) or 'nothing'}"
+
+
+# An offloaded module holds its forward, bound to itself, as an attribute; a twin has that of its class.
+_NOT_OF_THE_TWIN = ("kconvert_dispatch", "forward", "_old_forward", "_hf_hook")
+
+
 def stock_twin(
     module: nn.Module, parameters: Mapping[str, nn.Parameter | None], children: Mapping[str, nn.Module] | None = None
 ) -> nn.Module:
@@ -177,7 +195,8 @@ def stock_twin(
     nn.Module.__init__(twin)
     machinery = set(twin.__dict__)
     twin.__dict__.update({key: value for key, value in module.__dict__.items() if key not in machinery})
-    twin.__dict__.pop("kconvert_dispatch", None)
+    for name in _NOT_OF_THE_TWIN:
+        twin.__dict__.pop(name, None)
     twin._parameters.update(parameters)
     twin._buffers.update(module._buffers)
     twin._modules.update(module._modules if children is None else children)

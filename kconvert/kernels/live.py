@@ -23,7 +23,6 @@ from kconvert.kernels.layout import Layout, is_patched
 from kconvert.kernels.model import adopt_model
 from kconvert.kernels.packing import Packing
 from kconvert.kernels.registry import Registry, check_deps_reason, get_known_kernel
-from kconvert.kernels.report import build_report
 from kconvert.transforms import bind_spec
 
 __all__ = ["apply_default_kernels", "apply_kernel", "apply_layout_kernel", "place_layout"]
@@ -41,13 +40,17 @@ def apply_kernel(kernel_id: str, **kwargs: Any) -> Any:
         UsageError: (a `ValueError`) `model` is missing.
         KernelUnavailableError: (a `RuntimeError`) the kernel is for another device, or lacks something.
     """
+    return _usable_kernel(kernel_id).apply(**kwargs)
+
+
+def _usable_kernel(kernel_id: str) -> type[BaseKernel]:
     kernel = get_known_kernel(kernel_id)
     reason = check_deps_reason(kernel)
     if reason is not None:
         raise KernelUnavailableError(f"kernel {kernel_id!r} cannot run on this machine: {reason}")
     if Registry.get(kernel_id) is None:
         raise KernelUnavailableError(f"kernel {kernel_id!r} is for {kernel.device()}, which this process does not use")
-    return kernel.apply(**kwargs)
+    return kernel
 
 
 def apply_default_kernels(model: Any, include_kernels: str | bool | None = None) -> Any:
@@ -69,12 +72,15 @@ def apply_default_kernels(model: Any, include_kernels: str | bool | None = None)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", _NothingPatchedWarning)
                 apply_kernel(kernel_id, model=model)
+        if not any(is_patched(module) for module in model.modules()):
+            message = "no module of the model fits the layout of any default kernel, nothing is patched"
+            warnings.warn(message, _NothingPatchedWarning, stacklevel=3)
         return model
     if not isinstance(include_kernels, str):
         raise UsageError(f"include_kernels is {include_kernels!r}", fix='pass "auto", True, "id,id" or None')
     kernel_ids = [item.strip() for item in include_kernels.split(",") if item.strip()]
     for kernel_id in kernel_ids:
-        get_known_kernel(kernel_id)
+        _usable_kernel(kernel_id)  # all of them, before the model is touched
     for kernel_id in kernel_ids:
         apply_kernel(kernel_id, model=model)
     return model
@@ -116,7 +122,6 @@ def apply_layout_kernel(kernel: type[LayoutKernel], model: Any) -> Any:
         module.__dict__["kconvert_named"] = tuple(dict.fromkeys(named))
         assign_kernels(module, layout, module.__dict__["kconvert_named"], origin="call", with_defaults=False)
     adopt_model(model, packings)
-    build_report(model)
     return model
 
 

@@ -36,10 +36,10 @@ class PackageModule:
 
     kconvert_members: Members
 
-    def reference(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The stock forwards, one after the other."""
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock forwards, one after the other; the first takes the arguments, the next ones its result."""
         owner = cast("nn.Module", self)
-        result: Any = hidden_states
+        result: Any = None
         for number, member in enumerate(self.kconvert_members.modules):
             values = {
                 name: owner.get_parameter(target).narrow(axis, start, rows)
@@ -47,7 +47,8 @@ class PackageModule:
                 if index == number
             }
             twin = _bound_twin(member, "", values)
-            result = twin(result, *args, **kwargs) if number == 0 else twin(result)
+            twin.train(owner.training)  # the members are outside the module tree, where train() and eval() do not reach
+            result = twin(*args, **kwargs) if number == 0 else twin(result)
         return result
 
 

@@ -171,7 +171,7 @@ def _import(package: PackageCopy) -> ModuleType:
     except BaseException as error:
         for loaded in [key for key in sys.modules if key == name or key.startswith(f"{name}.")]:
             del sys.modules[loaded]
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception | SystemExit):
             raise
         raise KernelRefusedError(
             f"kernel package {package.package_id!r} does not import: {type(error).__name__}: {error}",

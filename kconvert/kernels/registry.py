@@ -8,6 +8,7 @@ reported by name and takes nothing else down.
 from __future__ import annotations
 
 import pkgutil
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -102,7 +103,8 @@ def kernel_entry_points() -> tuple[EntryPoint, ...]:
 def _module_names() -> Iterator[str]:
     from kconvert.kernels import ops
 
-    for found in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
+    # it imports folders to look into them; one that fails is reported by the scan, which was given its name before
+    for found in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.", onerror=lambda _: None):
         yield found.name
     for point in kernel_entry_points():
         yield point.module
@@ -119,13 +121,15 @@ def scan_all_kernels() -> tuple[ScanFailure, ...]:
         for name in _module_names():
             if name in Registry._scanned:
                 continue
-            before = dict(Registry._kernels)
+            before = set(Registry._kernels)
             try:
                 import_module(name)
                 Registry._scanned.add(name)
             except Exception as error:  # noqa: BLE001 - one broken file must not take the others down
-                Registry._kernels.clear()
-                Registry._kernels.update(before)
+                # a module that the broken one imported, and that is whole, is not imported again: its kernels stay
+                for kernel_id in Registry._kernels.keys() - before:
+                    if Registry._kernels[kernel_id].__module__ not in sys.modules:
+                        del Registry._kernels[kernel_id]
                 line = str(error).splitlines()[0] if str(error) else type(error).__name__
                 failures.append(ScanFailure(name, f"{type(error).__name__}: {line}"))
                 warnings.warn(f"kernel module {name} does not import ({failures[-1].reason})", stacklevel=2)

@@ -5,10 +5,12 @@ Made from the modules at the moment it is asked for, so it follows `model.to(...
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from kconvert.kernels.dispatch import Dispatch
@@ -73,28 +75,24 @@ class Report:
         }
 
     def __str__(self) -> str:
-        """A table with one row per group of modules that differ in nothing but their numbers."""
+        """A table with one row per group of modules that differ in nothing but their numbers, then why not."""
         if not self.modules:
             return "no module is patched"
-        groups: dict[tuple[str, ...], list[ModuleReport]] = {}
+        counts: Counter[tuple[str, str, str]] = Counter()
+        reasons: set[str] = set()
         for module in self.modules:
-            shape = ".".join("*" if part.isdecimal() else part for part in module.path.split("."))
-            key = (shape, module.class_name, module.layout, module.device, module.kernel, module.selection.reasons())
-            groups.setdefault(key, []).append(module)
-        rows = [("modules", "n", "device", "runs", "layout", "not used")]
-        rows += [
-            (shape, str(len(members)), device, kernel, layout, why or "-")
-            for (shape, _, layout, device, kernel, why), members in groups.items()
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = []
-        for row in rows:
-            lines.append(
-                "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), ""]).rstrip()
-            )
-            for number, reason in enumerate(row[5].split("; ")):
-                if row is not rows[0] and reason != "-":
-                    lines.append(f"    {'not used: ' if number == 0 else '          '}{reason}")
+            path = ".".join("*" if part.isdecimal() else part for part in module.path.split("."))
+            runs = module.kernel
+            if (module.training_kernel or REFERENCE) != module.kernel:
+                runs += f" (training: {module.training_kernel or REFERENCE})"
+            counts[path, module.device, runs] += 1
+            reasons.update(f"{item.kernel_id}: {item.reason}" for item in module.selection.trace if not item.accepted)
+        rows = [("modules", "n", "device", "runs")]
+        rows += [(path, str(count), device, runs) for (path, device, runs), count in counts.items()]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = ["  ".join([*map(str.ljust, row, widths), row[3]]) for row in rows]
+        if reasons:
+            lines += ["not used:", *(f"  {reason}" for reason in sorted(reasons))]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -104,7 +102,7 @@ def module_device(module: nn.Module) -> str:
     """The device type of the module's parameters; where accelerate moves them, that of execution."""
     hook_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     if hook_device is not None:
-        return str(hook_device).split(":")[0] if not isinstance(hook_device, int) else "cuda"
+        return torch.device(hook_device).type
     parameter = next(module.parameters(), None)
     return "cpu" if parameter is None else parameter.device.type
 

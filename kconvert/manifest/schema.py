@@ -159,15 +159,16 @@ def load_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_NAME
     fix = "convert the checkpoint again"
     try:
-        if path.stat().st_size > _LIMIT_BYTES:
-            raise ManifestError("too large for a manifest", where=str(path), fix=fix)
-        value = json.loads(path.read_bytes(), object_pairs_hook=unique_pairs)
+        too_large = path.stat().st_size > _LIMIT_BYTES
+        value = None if too_large else json.loads(path.read_bytes(), object_pairs_hook=unique_pairs)
     except FileNotFoundError:
         raise ManifestError(
             f"no {MANIFEST_NAME} here", where=str(directory), fix="convert the checkpoint with `kconvert apply` first"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(f"cannot be read ({error})", where=str(path), fix=fix) from None
+    if too_large:
+        raise ManifestError("too large for a manifest", where=str(path), fix=fix)
     if not isinstance(value, dict):
         raise ManifestError("is no JSON object", where=str(path), fix=fix)
     if value.get("schema") != SCHEMA_VERSION:
@@ -177,7 +178,11 @@ def load_manifest(directory: Path) -> Manifest:
             fix="use the kconvert version that wrote it, or convert again",
         )
     digest = value.pop("digest", None)
-    if digest != sha256_digest(canonical_json(value)):
+    try:
+        found = sha256_digest(canonical_json(value))
+    except (ValueError, RecursionError) as error:  # NaN, half a surrogate pair, endless nesting
+        raise ManifestError(f"cannot be read ({error})", where=str(path), fix=fix) from None
+    if digest != found:
         raise ManifestError("its digest does not fit its content: it was edited or damaged", where=str(path), fix=fix)
     try:
         manifest: Manifest = _read(Manifest, value, "manifest")
@@ -188,19 +193,39 @@ def load_manifest(directory: Path) -> Manifest:
 
 
 def _check(manifest: Manifest, where: str) -> None:
-    names: Iterable[str] = (*manifest.weight_files, *manifest.sidecars, *(file.name for file in manifest.source_files))
+    headers = (manifest.source_headers,) if manifest.source_headers is not None else ()
+    names: Iterable[str] = (
+        *manifest.weight_files,
+        *manifest.sidecars,
+        *headers,
+        *(file.name for file in manifest.source_files),
+        *(part.file for record in manifest.tensors for part in record.parts),
+    )
     for name in names:
         reason = unsafe_name_reason(name)
         if reason:
             raise ManifestError(f"file name {name!r} is {reason}", where=where, fix="do not use this checkpoint")
-    for record in manifest.tensors:
-        if record.patch is not None and not 0 <= record.patch < len(manifest.patches):
-            raise ManifestError(f"tensor {record.target!r} names patch {record.patch}", where=where)
-        if sum(part.rows for part in record.parts) != (record.shape[record.axis] if record.shape else 1):
-            raise ManifestError(f"the parts of {record.target!r} do not add up to its shape", where=where)
+    _check_tensors(manifest, where)
     for patch in manifest.patches:
         if patch.kind not in ("replace", "fuse") or any(len(paths) != len(patch.classes) for paths in patch.modules):
             raise ManifestError(f"patch of {patch.patterns} is malformed", where=where)
+
+
+def _check_tensors(manifest: Manifest, where: str) -> None:
+    """Parts add up, and every target and every source stands once: else a tensor could not be inverted."""
+    targets, sources = set[str](), set[str]()
+    for record in manifest.tensors:
+        if record.patch is not None and not 0 <= record.patch < len(manifest.patches):
+            raise ManifestError(f"tensor {record.target!r} names patch {record.patch}", where=where)
+        if not 0 <= record.axis < max(len(record.shape), 1):
+            raise ManifestError(f"{record.target!r} has no axis {record.axis}", where=where)
+        rows = [part.rows for part in record.parts]
+        if min(rows, default=-1) < 0 or sum(rows) != (record.shape[record.axis] if record.shape else 1):
+            raise ManifestError(f"the parts of {record.target!r} do not add up to its shape", where=where)
+        for name, seen in ((record.target, targets), *((part.source, sources) for part in record.parts)):
+            if name in seen:
+                raise ManifestError(f"tensor {name!r} stands twice", where=where)
+            seen.add(name)
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from kconvert.checkpoint import DTYPE_BITS, Checkpoint, SourceTensor
-from kconvert.errors import CheckpointError
+from kconvert.errors import CheckpointError, RecipeError
 from kconvert.names import SINGLE_NAME, natural_key, shard_name
 from kconvert.plan.match import check_conflicts, match_entries, module_paths_of
 from kconvert.plan.model import Claim, Entry, OutputShard, Part, Plan, Step
@@ -51,7 +51,7 @@ def build_plan(
     for claim in claims:
         names = sorted({name for path in claim.paths for name in inside.get(path, ())}, key=natural_key)
         taken.update(names)
-        for rule in entries[claim.entry].bind(claim.paths, names):
+        for rule in _bind(entries[claim.entry], claim, names, checkpoint):
             steps.append(_step(claim, rule, sources, checkpoint))
     steps.extend(_copy_step(name, tensor) for name, tensor in sources.items() if name not in taken)
     _check_targets(steps)
@@ -102,6 +102,16 @@ def _check_quantization(checkpoint: Checkpoint, entries: Sequence[Entry]) -> Non
                 where=str(checkpoint.model_dir),
                 fix="start from the unquantised checkpoint, or use a recipe whose layouts keep the parameters",
             )
+
+
+def _bind(entry: Entry, claim: Claim, names: Sequence[str], checkpoint: Checkpoint) -> tuple[BoundRule, ...]:
+    """The entry's rules on a claim; what is wrong with the tensors is said of the checkpoint, else of the entry."""
+    try:
+        return entry.bind(claim.paths, names)
+    except CheckpointError as error:
+        raise CheckpointError(error.what, where=str(checkpoint.model_dir), fix=error.fix) from error
+    except RecipeError as error:
+        raise RecipeError(error.what, where=entry.where, fix=error.fix) from error
 
 
 def _part(name: str, tensor: SourceTensor, axis: int) -> Part:

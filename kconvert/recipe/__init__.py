@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from kconvert.recipe.load import MAX_RECIPE_BYTES, find_recipe, load_recipe, parse_recipe, shipped_recipes
-from kconvert.recipe.schema import KernelRef, Patch, Recipe, Target
+from kconvert.recipe.load import load_recipe, parse_recipe
+from kconvert.recipe.nodes import MAX_RECIPE_BYTES
+from kconvert.recipe.reference import KernelRef
+from kconvert.recipe.schema import Patch, Recipe, Target
+from kconvert.recipe.shipped import find_recipe, shipped_recipes
 
 __all__ = [
     "MAX_RECIPE_BYTES",

@@ -12,13 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from kconvert.errors import LoadError
 from kconvert.runtime.patching import PatchJob
 
 __all__ = ["restore_buffers"]
 
 
 def restore_buffers(model: nn.Module, job: PatchJob) -> None:
-    """Fill the non-persistent buffers and plain tensor attributes of every package module that has some."""
+    """Fill the non-persistent buffers and plain tensor attributes of every package module that has some.
+
+    Raises:
+        LoadError: one of them is made from weights, so that it cannot be computed again.
+    """
     for patch in job.patches:
         if patch.package is None:
             continue
@@ -35,7 +40,11 @@ def restore_buffers(model: nn.Module, job: PatchJob) -> None:
                 owner, source = module.get_submodule(owner_path), fresh.get_submodule(owner_path)
                 value = getattr(source, name)
                 if value.is_meta:
-                    continue
+                    raise LoadError(
+                        f"{name!r} of the layout at {paths[0]!r} is made from weights, which are not there yet when it is built",
+                        where=f"{paths[0]}.{owner_path}.{name}".replace("..", "."),
+                        fix="make it a persistent buffer that the conversion_mapping fills, or compute it in the forward",
+                    )
                 old = getattr(owner, name)
                 device = next((weight.device for weight in module.parameters() if not weight.is_meta), value.device)
                 restored = value.to(device=device, dtype=old.dtype if old.is_floating_point() else None)

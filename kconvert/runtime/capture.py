@@ -53,11 +53,11 @@ class CapturedCalls:
 
 
 def _arguments(frame: FrameType) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    info = inspect.getargvalues(frame)
-    positional = [info.locals[name] for name in info.args[1:]]
+    info, code = inspect.getargvalues(frame), frame.f_code
+    # not info.args, which ends with the keyword-only names
+    positional = [info.locals[name] for name in code.co_varnames[1 : code.co_argcount]]
     if info.varargs:
         positional.extend(info.locals[info.varargs])
-    code = frame.f_code
     names = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
     keywords = {name: info.locals[name] for name in names}
     if info.keywords:

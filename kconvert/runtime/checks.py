@@ -55,6 +55,8 @@ def check_files(directory: Path, manifest: Manifest) -> None:
         ManifestError: anything differs.
     """
     where, fix = str(directory), "convert the checkpoint again"
+    if (directory / "adapter_config.json").exists():  # from_pretrained would follow it to another base model
+        raise ManifestError("adapter_config.json is here, which kconvert did not write", where=where, fix="remove it")
     single, index = directory / SINGLE_NAME, directory / INDEX_NAME
     if single.exists() and index.exists():
         raise ManifestError(f"both {SINGLE_NAME} and {INDEX_NAME} are here, from two conversions", where=where, fix=fix)

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from kconvert.errors import KernelUnavailableError, ManifestError, TrustError, UsageError
+from kconvert.errors import KernelUnavailableError, ManifestError, TrustError, UnknownKernelError, UsageError
 from kconvert.kernels.assign import assign_kernels, assign_selections
 from kconvert.kernels.model import converted_class
 from kconvert.kernels.packages import PackageClasses, check_trust, copy_package, import_package
@@ -25,6 +25,7 @@ from kconvert.names import KERNELS_DIR, VARIANT
 from kconvert.runtime.buffers import restore_buffers
 from kconvert.runtime.checks import check_files, check_loaded, refuse_arguments
 from kconvert.runtime.modelclass import load_config, model_class, read_config
+from kconvert.runtime.offload import join_offload_hooks
 from kconvert.runtime.patching import PatchJob, ResolvedPatch, packings_of, patching, resolve_layout
 from kconvert.runtime.saving import LoadedModel, Origin
 
@@ -64,6 +65,7 @@ def load_converted(
 
     Raises:
         UsageError: an argument that a converted checkpoint cannot honour, or an unknown choice of kernels.
+        UnknownKernelError: (a `ValueError`) a kernel ID that nothing has.
         ManifestError: the directory is not whole.
         TrustError: it holds code that is not trusted, or has changed.
         LoadError: a tensor is missing, unexpected, or without data.
@@ -73,6 +75,7 @@ def load_converted(
     _check_choice(kernels)
     directory = Path(path)
     manifest = load_manifest(directory)
+    _check_package_ids(kernels, manifest)
     check_files(directory, manifest)
     raw = read_config(directory)
     if sha256_digest((directory / "config.json").read_bytes()) != manifest.config_digest:
@@ -97,9 +100,10 @@ def load_converted(
             trust_remote_code=trust_remote_code,
             **from_pretrained_kwargs,
         )
+    join_offload_hooks(model, tuple(paths[0] for patch in patches for paths in patch.record.modules))
     restore_buffers(model, job)
     check_loaded(model, info, manifest)
-    model.kconvert_origin = Origin(directory, manifest)
+    model.kconvert_origin = Origin(directory.resolve(), manifest)
     _assign(model, patches, kernels, strict)
     return (model, info) if with_info else model
 
@@ -112,6 +116,15 @@ def _check_choice(kernels: str | Sequence[str]) -> None:
     for kernel_id in kernels:
         if not (isinstance(kernel_id, str) and ":" in kernel_id):
             get_known_kernel(kernel_id)
+
+
+def _check_package_ids(kernels: str | Sequence[str], manifest: Manifest) -> None:
+    """Refuse the ID of a kernel package, `owner/repo:ClassName`, that the directory does not have."""
+    known = {kernel_id for patch in manifest.patches if patch.layout.package for kernel_id in patch.kernels}
+    for kernel_id in () if isinstance(kernels, str) else kernels:
+        if ":" in kernel_id and kernel_id not in known:
+            fix = f"this directory has {', '.join(sorted(known))}" if known else "this directory has no kernel package"
+            raise UnknownKernelError(f"unknown kernel {kernel_id!r}", fix=fix)
 
 
 def _resolve(
@@ -160,6 +173,9 @@ def _assign(model: Any, patches: Sequence[ResolvedPatch], kernels: str | Sequenc
             selection = _assign_module(patch, module, kernels)
             if selection.kernel_id is None:
                 fallbacks.append(f"{paths[0]} ({selection.reasons() or 'no kernel was asked for'})")
+    if fallbacks and not strict and kernels == "auto":
+        message = f"{len(fallbacks)} modules run their reference, e.g. {fallbacks[0]}; see model.kconvert_report"
+        warnings.warn(message, stacklevel=3)
     if strict and fallbacks:
         raise KernelUnavailableError(
             f"{len(fallbacks)} modules would run their reference, e.g. {fallbacks[0]}",

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from kconvert.errors import ManifestError
+from kconvert.errors import CheckpointError, ManifestError
 from kconvert.kernels.assign import load_layout
 from kconvert.kernels.layout import Layout
 from kconvert.kernels.live import place_layout
@@ -98,7 +98,7 @@ def _module(model: nn.Module, path: str, class_name: str) -> nn.Module:
         module = model.get_submodule(path)
     except AttributeError:
         raise ManifestError(
-            f"the model has no module {path!r}", fix="convert again with this transformers version"
+            f"the model has no module {path!r}", fix="convert again with this transformers version and the model check"
         ) from None
     if type(module).__name__ != class_name:
         raise ManifestError(
@@ -139,7 +139,11 @@ def resolve_layout(record: PatchRecord, tensors: Mapping[str, Packing]) -> type[
     for paths in record.modules:
         inside = {target: packing for target, packing in tensors.items() if target.startswith(f"{paths[0]}.")}
         sources = [source for packing in inside.values() for source, _ in packing.parts]
-        expected = {rule.target: (rule.axis, rule.sources) for rule in bind_spec(spec, paths, sources)}
+        try:
+            bound = bind_spec(spec, paths, sources)
+        except CheckpointError as error:
+            raise ManifestError(f"the manifest is not whole: {error.what}", fix="convert again") from None
+        expected = {rule.target: (rule.axis, rule.sources) for rule in bound}
         found = {
             target: (packing.axis, tuple(source for source, _ in packing.parts)) for target, packing in inside.items()
         }

@@ -14,7 +14,7 @@ from typing import Any, cast
 from safetensors import safe_open
 
 from kconvert.errors import UsageError
-from kconvert.manifest import Manifest, sha256_digest
+from kconvert.manifest import Manifest, TensorRecord, sha256_digest
 from kconvert.names import (
     INDEX_NAME,
     KERNELS_DIR,
@@ -63,8 +63,15 @@ class LoadedModel(PatchedOnInit):
         return result
 
 
-def _complete(target: Path, origin: Origin) -> None:
-    """Everything but the weights: source headers, vendored kernels, and the manifest last."""
+def _as_stored(record: TensorRecord, dtype: str, shape: tuple[int, ...]) -> TensorRecord:
+    """The record of a tensor whose dtype or, after `resize_token_embeddings`, number of rows has changed."""
+    parts = record.parts
+    if len(parts) == 1 and shape:
+        parts = (replace(parts[0], rows=shape[record.axis]),)
+    return replace(record, dtype=dtype, shape=shape, parts=parts)
+
+
+def _copy_companions(target: Path, origin: Origin) -> None:
     manifest = origin.manifest
     if manifest.source_headers is not None and (origin.directory / SOURCE_HEADERS_NAME).is_file():
         shutil.copyfile(origin.directory / SOURCE_HEADERS_NAME, target / SOURCE_HEADERS_NAME)
@@ -73,6 +80,13 @@ def _complete(target: Path, origin: Origin) -> None:
         if package is not None:
             folder = package.digest.partition(":")[2]
             shutil.copytree(origin.directory / KERNELS_DIR / folder, target / KERNELS_DIR / folder, dirs_exist_ok=True)
+
+
+def _complete(target: Path, origin: Origin) -> None:
+    """Everything but the weights: source headers, vendored kernels, and the manifest last."""
+    manifest = origin.manifest
+    if target.resolve() != origin.directory:
+        _copy_companions(target, origin)
     files = tuple(sorted(path.name for path in target.glob("model.kconvert*.safetensors")))
     stored: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name in files:
@@ -81,9 +95,7 @@ def _complete(target: Path, origin: Origin) -> None:
                 part = opened.get_slice(key)
                 stored[key] = (part.get_dtype(), tuple(part.get_shape()))
     tensors = tuple(
-        replace(record, dtype=stored[record.target][0], shape=stored[record.target][1])
-        for record in manifest.tensors
-        if record.target in stored
+        _as_stored(record, *stored[record.target]) for record in manifest.tensors if record.target in stored
     )
     changed = replace(
         manifest,

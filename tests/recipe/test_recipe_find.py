@@ -8,7 +8,8 @@ import pytest
 
 import kconvert
 from kconvert.errors import RecipeError
-from kconvert.recipe import find_recipe, load, load_recipe, shipped_recipes
+from kconvert.recipe import find_recipe, load_recipe, shipped_recipes
+from kconvert.recipe.shipped import _recipe_folder
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("qwen3.yaml", "llama.yaml", "qwen3-moe.yaml", "README.md"):
         (folder / name).write_text("x")
     (folder / "folder.yaml").mkdir()
-    monkeypatch.setattr(load, "_recipe_folder", lambda: folder)
+    monkeypatch.setattr("kconvert.recipe.shipped._recipe_folder", lambda: folder)
     monkeypatch.chdir(work)
     return folder
 
@@ -63,14 +64,14 @@ def test_odd_names(name: str) -> None:
 
 def test_where_recipes_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(kconvert.__file__).parent
-    assert load._recipe_folder() in (root / "_recipes", root.parent / "recipes")
+    assert _recipe_folder() in (root / "_recipes", root.parent / "recipes")
     package = tmp_path / "kconvert"
     package.mkdir()
     monkeypatch.setattr("importlib.resources.files", lambda name: tmp_path / name)
-    assert load._recipe_folder() == tmp_path / "recipes"
+    assert _recipe_folder() == tmp_path / "recipes"
     assert shipped_recipes() == {}
     (package / "_recipes").mkdir()
-    assert load._recipe_folder() == package / "_recipes"
+    assert _recipe_folder() == package / "_recipes"
 
 
 def test_every_shipped_recipe_is_valid() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,26 @@ def test_several_faults_give_the_first_and_a_count() -> None:
 def test_deep_nesting(text: str) -> None:
     error = fault(text)
     assert "levels deep" in error.what or "not valid YAML" in error.what
+
+
+@pytest.mark.parametrize(
+    ("unit", "line"),
+    [("- a\n", 20_000), ("a: 1\n", 10_000), ("? a\n", 10_001), ("[],", 1), ("{a: b},", 1), ("a:,", 1)],
+)
+def test_a_megabyte_of_small_values_is_refused_early(unit: str, line: int) -> None:
+    text = unit * (MAX_RECIPE_BYTES // len(unit) - 1)
+    if unit.endswith(","):
+        text = f"{{{text}}}" if unit == "a:," else f"[{text}]"
+    start = time.process_time()
+    error = fault(text)
+    assert time.process_time() - start < 5  # about 0.5 s; 6 to 17 s without the limit
+    assert error.where == f"r.yaml:{line}"
+    assert "more than 20000 keys and values" in error.what
+
+
+def test_hundreds_of_patch_entries_fit() -> None:
+    entry = GOOD.partition("patches:\n")[2]
+    assert len(parse_recipe(GOOD + entry * 1000, "r.yaml").patches) == 1001
 
 
 @pytest.mark.parametrize(

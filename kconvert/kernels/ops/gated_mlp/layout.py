@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kconvert.kernels.layout import Layout, LinearView, stock_twin
+from kconvert.kernels.layout import Layout, LinearView, other_inputs, stock_twin
 from kconvert.kernels.ops.gated_mlp.spec import SPEC
 
 __all__ = ["GatedMLPLayout", "prove_swiglu"]
@@ -83,6 +83,9 @@ def prove_swiglu(module: GatedMLPLayout) -> str | None:
     It runs on small random projections in float64, with inputs of several magnitudes, so that clamps,
     multipliers and other activations show.
     """
+    inputs = other_inputs(module)
+    if inputs is not None:
+        return inputs
     with torch.device("cpu"), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kconvert.kernels.dispatch import Dispatch
-from kconvert.kernels.layout import Layout, stock_class_of
+from kconvert.kernels.layout import Layout
 from kconvert.kernels.ops.gated_mlp.layout import GatedMLPLayout
 from kconvert.kernels.ops.norm_gated_mlp.spec import SPEC
 from kconvert.kernels.ops.rms_norm.layout import RMSNormLayout
@@ -45,11 +45,6 @@ class NormGatedMLPLayout(Layout):
     def facts(self) -> dict[str, Any]:
         """Those of the norm."""
         return cast("RMSNormLayout", self.norm).facts()
-
-    @property
-    def fact_class(self) -> str:
-        """The class that `facts` speaks of."""
-        return stock_class_of(self.norm).__name__
 
     def reference(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Both stock forwards, one after the other."""

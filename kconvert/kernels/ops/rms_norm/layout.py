@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kconvert.kernels.layout import Layout, stock_twin
+from kconvert.kernels.layout import Layout, other_inputs, stock_twin
 from kconvert.kernels.ops.rms_norm.spec import SPEC
 
 __all__ = ["RMSNormLayout", "RMSNormVariant", "prove_variant", "rms_norm_formula"]
@@ -50,7 +50,7 @@ class RMSNormLayout(Layout):
         if module.get_parameter("weight").dim() != 1:
             return "its weight is not one-dimensional"
         eps = _eps_of(module)
-        return eps if isinstance(eps, str) else None
+        return eps if isinstance(eps, str) else other_inputs(module)
 
     @property
     def variant(self) -> RMSNormVariant:
@@ -101,6 +101,11 @@ def rms_norm_formula(
     return (wide * scale).to(hidden.dtype)
 
 
+def _same_bits(found: object, expected: torch.Tensor) -> bool:
+    # torch.equal alone takes a float32 tensor of rounded values for a bfloat16 one
+    return isinstance(found, torch.Tensor) and found.dtype == expected.dtype and torch.equal(found, expected)
+
+
 def prove_variant(module: nn.Module) -> RMSNormVariant:
     """Find which RMSNorm the stock class of `module` computes with this instance's eps.
 
@@ -110,6 +115,9 @@ def prove_variant(module: nn.Module) -> RMSNormVariant:
     eps = _eps_of(module)
     if isinstance(eps, str):
         return RMSNormVariant(why_not=f"eps unknown: {eps}")
+    inputs = other_inputs(module)
+    if inputs is not None:
+        return RMSNormVariant(why_not=inputs)
     size = module.get_parameter("weight").shape[0]
     with torch.device("cpu"), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
@@ -126,9 +134,8 @@ def prove_variant(module: nn.Module) -> RMSNormVariant:
         for offset in (0.0, 1.0):
             for cast_first in (True, False):
                 if all(
-                    torch.equal(out, rms_norm_formula(x, w, eps=eps, offset=offset, cast_first=cast_first))
+                    _same_bits(out, rms_norm_formula(x, w, eps=eps, offset=offset, cast_first=cast_first))
                     for x, w, out in cases
-                    if isinstance(out, torch.Tensor)
-                ) and all(isinstance(out, torch.Tensor) for _, _, out in cases):
+                ):
                     return RMSNormVariant(eps, offset, cast_first)
     return RMSNormVariant(why_not="its forward is no known RMSNorm variant")

@@ -1,0 +1,312 @@
+"""Reading a manifest: everything that an edited, damaged or hostile one may hold is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kconvert.errors import ManifestError
+from kconvert.manifest import (
+    LayoutRecord,
+    Manifest,
+    OmittedRecord,
+    PackageRecord,
+    PartRecord,
+    PatchRecord,
+    SourceFileRecord,
+    TensorRecord,
+    canonical_json,
+    load_manifest,
+    sha256_digest,
+)
+from kconvert.names import MANIFEST_NAME
+
+GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
+MANIFEST = Manifest(
+    kconvert_version="0.1.0",
+    transformers_version="5.22.2",
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    config_digest=sha256_digest(b"{}"),
+    recipe_name="qwen3",
+    recipe_text="recipe: 1\nname: qwen3  # größer\n",
+    model_checked=True,
+    patches=(
+        PatchRecord(
+            "replace",
+            ("Qwen3MLP",),
+            ("model.layers.*.mlp",),
+            (("model.layers.0.mlp",),),
+            LayoutRecord("MineLayout", 1, PackageRecord("./mine:Mine", None, "sha256:" + 64 * "0", "Mine")),
+            ("./mine:Mine",),
+            {"Qwen3RMSNorm": {"offset": 0.0, "cast_first": True}},
+        ),
+    ),
+    tensors=(
+        TensorRecord(
+            "model.layers.0.mlp.gate_up_proj.weight",
+            "F32",
+            (24, 8),
+            "concatenate",
+            0,
+            0,
+            (PartRecord(GATE, GATE, "sub/a.safetensors", 12), PartRecord(UP, UP, "model.safetensors", 12)),
+        ),
+        TensorRecord("scale", "F32", (), "copy", 0, None, (PartRecord("scale", "scale", "model.safetensors", 1),)),
+        TensorRecord("none", "F32", (0, 3), "copy", 0, None, (PartRecord("none", "none", "model.safetensors", 0),)),
+    ),
+    carried=("scale", "none"),
+    omitted=(OmittedRecord("pytorch_model.bin", "pickle"),),
+    sidecars=("config.json",),
+    weight_files=("model.kconvert.safetensors",),
+    source_files=(SourceFileRecord("sub/a.safetensors", 100, sha256_digest(b"a")),),
+    source_headers="kconvert_source_headers.json.gz",
+    source_headers_digest=sha256_digest(b"h"),
+)
+
+
+def write(directory: Path, value: Any, *, seal: bool = True) -> None:
+    """`value` as a manifest, with a digest that fits unless `seal` is off."""
+    if seal:
+        value.pop("digest", None)
+        value["digest"] = sha256_digest(canonical_json(value))
+    (directory / MANIFEST_NAME).write_bytes(canonical_json(value))
+
+
+def body() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(MANIFEST.to_bytes())
+    return found
+
+
+def refused(directory: Path, *words: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        load_manifest(directory)
+    text = str(caught.value)
+    assert [word for word in words if word not in text] == [], text
+    assert caught.value.exit_code == 4
+    assert str(directory) in text
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST_NAME).write_bytes(MANIFEST.to_bytes())
+    assert load_manifest(tmp_path) == MANIFEST
+    assert load_manifest(tmp_path).to_bytes() == MANIFEST.to_bytes()
+
+
+def test_the_digest_covers_everything_else() -> None:
+    value = body()
+    digest = value.pop("digest")
+    assert digest == sha256_digest(canonical_json(value))
+
+
+def test_no_manifest(tmp_path: Path) -> None:
+    refused(tmp_path, f"no {MANIFEST_NAME} here", "`kconvert apply`")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"schema": 1} {}', b'{"schema": NaN}'],
+    ids=lambda content: repr(content[:12]),
+)
+def test_no_json_object(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / MANIFEST_NAME).write_bytes(content)
+    refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"schema": 1, "x": NaN}',
+        '{"schema": 1, "model_type": "\\ud800"}',
+        '{"schema": 1, "x": %s1%s}' % ("[" * 900, "]" * 900),
+    ],
+    ids=["nan", "surrogate", "deep"],
+)
+def test_json_that_has_no_canonical_form(tmp_path: Path, content: str) -> None:
+    (tmp_path / MANIFEST_NAME).write_text(content)
+    refused(tmp_path)
+
+
+def test_a_manifest_beyond_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / MANIFEST_NAME).write_bytes(MANIFEST.to_bytes())
+    monkeypatch.setattr("kconvert.manifest.schema._LIMIT_BYTES", len(MANIFEST.to_bytes()) - 1)
+    with pytest.raises(ManifestError) as caught:
+        load_manifest(tmp_path)
+    assert caught.value.what == "too large for a manifest"
+
+
+def test_a_directory_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST_NAME).mkdir()
+    refused(tmp_path, "cannot be read")
+
+
+def test_an_edit_shows(tmp_path: Path) -> None:
+    content = MANIFEST.to_bytes()
+    edited = content.replace(b'"model_checked": true', b'"model_checked": false')
+    assert edited != content
+    (tmp_path / MANIFEST_NAME).write_bytes(edited)
+    refused(tmp_path, "its digest does not fit its content")
+
+
+@pytest.mark.parametrize("digest", [None, "", "sha256:", 7, ["x"]])
+def test_another_digest(tmp_path: Path, digest: object) -> None:
+    write(tmp_path, {**body(), "digest": digest}, seal=False)
+    refused(tmp_path, "its digest does not fit its content")
+
+
+def test_a_missing_digest(tmp_path: Path) -> None:
+    value = body()
+    del value["digest"]
+    write(tmp_path, value, seal=False)
+    refused(tmp_path, "its digest does not fit its content")
+
+
+@pytest.mark.parametrize("schema", [0, 2, "1", None])
+def test_an_unknown_schema(tmp_path: Path, schema: object) -> None:
+    write(tmp_path, {**body(), "schema": schema})
+    refused(tmp_path, f"has schema {schema!r}, this version reads 1")
+
+
+@pytest.mark.parametrize("schema", [True, 1.0])
+def test_a_schema_that_only_equals_one(tmp_path: Path, schema: object) -> None:
+    write(tmp_path, {**body(), "schema": schema})
+    refused(tmp_path, "schema")
+
+
+def test_a_key_that_stands_twice(tmp_path: Path) -> None:
+    content = MANIFEST.to_bytes().replace(b'"schema": 1', b'"schema": 1,\n "schema": 1')
+    (tmp_path / MANIFEST_NAME).write_bytes(content)
+    refused(tmp_path, "key 'schema' stands twice")
+
+
+def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
+    """A change of one value; `path` is dotted, with numbers for items of lists."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        *above, last = path.split(".")
+        found: Any = manifest
+        for part in above:
+            found = found[int(part)] if isinstance(found, list) else found[part]
+        found[int(last) if isinstance(found, list) else last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "what"),
+    [
+        ("surprise", 1, "manifest has unknown keys ['surprise']"),
+        ("patches.0.import", "os", "manifest.patches[0] has unknown keys ['import']"),
+        ("tensors.0.parts.1.offset", 3, "manifest.tensors[0].parts[1] has unknown keys ['offset']"),
+        ("patches.0.layout.package.path", "/x", "layout.package has unknown keys ['path']"),
+        ("model_type", None, "manifest.model_type is None, not str"),
+        ("model_checked", 1, "manifest.model_checked is 1, not bool"),
+        ("tensors.0.axis", True, "manifest.tensors[0].axis is True, not int"),
+        ("tensors.0.shape.0", 24.0, "manifest.tensors[0].shape[0] is 24.0, not int"),
+        ("tensors.0.parts", {}, "manifest.tensors[0].parts is no list"),
+        ("tensors.0.parts.0", "x", "manifest.tensors[0].parts[0] is no object"),
+        ("patches.0.layout", None, "manifest.patches[0].layout is no object"),
+        ("patches.0.facts", [], "manifest.patches[0].facts is no object"),
+        ("carried.0", 4, "manifest.carried[0] is 4, not str"),
+        ("tensors.0.patch", "0", "manifest.tensors[0].patch is '0', not int"),
+    ],
+)
+def test_other_keys_and_types(tmp_path: Path, path: str, value: object, what: str) -> None:
+    changed = body()
+    _set(path, value)(changed)
+    write(tmp_path, changed)
+    refused(tmp_path, "malformed", what)
+
+
+@pytest.mark.parametrize("key", ["tensors", "facts_of_patch", "schema_free"])
+def test_a_missing_key(tmp_path: Path, key: str) -> None:
+    value = body()
+    if key == "tensors":
+        del value["tensors"]
+    elif key == "facts_of_patch":
+        key = "facts"
+        del value["patches"][0]["facts"]
+    else:
+        key = "omitted"
+        del value["omitted"]
+    write(tmp_path, value)
+    refused(tmp_path, "malformed", f"lacks ['{key}']")
+
+
+@pytest.mark.parametrize("name", ["../evil.safetensors", "/abs/x", "a/../../x", "a\\x", "a\0b", "", "a//b", " a"])
+@pytest.mark.parametrize("place", ["weight_files.0", "sidecars.0", "source_files.0.name"])
+def test_unsafe_file_names(tmp_path: Path, name: str, place: str) -> None:
+    value = body()
+    _set(place, name)(value)
+    write(tmp_path, value)
+    refused(tmp_path, f"file name {name!r} is".replace("\n", " "), "do not use this checkpoint")
+
+
+@pytest.mark.parametrize("name", ["../evil.safetensors", "/abs/x", "a\\x"])
+@pytest.mark.parametrize("place", ["source_headers", "tensors.0.parts.0.file", "omitted.0.name"])
+def test_unsafe_file_names_in_every_place_that_names_a_file(tmp_path: Path, name: str, place: str) -> None:
+    value = body()
+    _set(place, name)(value)
+    write(tmp_path, value)
+    if place == "omitted.0.name":  # a source may hold such a name; it is only shown, never opened
+        assert load_manifest(tmp_path).omitted[0].name == name
+    else:
+        refused(tmp_path, f"file name {name!r} is")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "what"),
+    [
+        ("tensors.0.parts.0.rows", 11, "the parts of 'model.layers.0.mlp.gate_up_proj.weight' do not add up"),
+        ("tensors.0.shape", [8, 24], "do not add up"),
+        ("tensors.0.axis", 1, "do not add up"),
+        ("tensors.0.parts", [], "do not add up"),
+        ("tensors.2.parts", [], "do not add up"),
+        ("tensors.1.parts.0.rows", 0, "the parts of 'scale' do not add up"),
+        ("tensors.2.parts.0.rows", 3, "the parts of 'none' do not add up"),
+        ("tensors.0.patch", 1, "names patch 1"),
+        ("tensors.0.patch", -1, "names patch -1"),
+        ("patches.0.kind", "import", "is malformed"),
+        ("patches.0.classes", ["Qwen3MLP", "Qwen3RMSNorm"], "is malformed"),
+    ],
+)
+def test_contents_that_contradict_each_other(tmp_path: Path, path: str, value: object, what: str) -> None:
+    changed = body()
+    _set(path, value)(changed)
+    write(tmp_path, changed)
+    refused(tmp_path, what)
+
+
+@pytest.mark.parametrize("axis", [2, -1, -3, 10**20])
+def test_an_axis_that_the_shape_does_not_have(tmp_path: Path, axis: int) -> None:
+    value = body()
+    value["tensors"][0]["axis"] = axis
+    write(tmp_path, value)
+    refused(tmp_path, "model.layers.0.mlp.gate_up_proj.weight")
+
+
+@pytest.mark.parametrize("rows", [[-12, 36], [25, -1]])
+def test_parts_with_negative_rows(tmp_path: Path, rows: list[int]) -> None:
+    value = body()
+    for part, number in zip(value["tensors"][0]["parts"], rows, strict=True):
+        part["rows"] = number
+    write(tmp_path, value)
+    refused(tmp_path, "model.layers.0.mlp.gate_up_proj.weight")
+
+
+def test_a_target_that_stands_twice(tmp_path: Path) -> None:
+    value = body()
+    value["tensors"].append(value["tensors"][0])
+    write(tmp_path, value)
+    refused(tmp_path, "model.layers.0.mlp.gate_up_proj.weight", "twice")
+
+
+def test_a_source_that_is_used_twice(tmp_path: Path) -> None:
+    value = body()
+    value["tensors"][0]["parts"][1] = value["tensors"][0]["parts"][0]
+    write(tmp_path, value)
+    refused(tmp_path, GATE, "twice")

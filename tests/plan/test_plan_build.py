@@ -1,0 +1,233 @@
+"""The planner on real headers: groups, dtypes, shapes, shards and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kconvert.checkpoint import open_checkpoint
+from kconvert.convert.resolve import resolve_recipe
+from kconvert.errors import CheckpointError, RecipeError
+from kconvert.names import SINGLE_NAME
+from kconvert.plan import Plan, build_plan, explain_plan
+from kconvert.recipe import parse_recipe
+from kconvert.transforms import BoundRule, Op
+from tests.support import RawTensor, qwen3_config, qwen3_tensors, write_checkpoint
+
+HEAD = "recipe: 1\nname: test\nmodel_type: [qwen3]\npatches:\n"
+MLP = HEAD + '  - kernel: cpu_fused_swiglu\n    replace: {class: Qwen3MLP, path: "model.layers.*.mlp"}\n'
+NORM = HEAD + '  - kernel: cpu_fused_rmsnorm\n    replace: {class: Qwen3RMSNorm, path: "model.norm"}\n'
+GATE, UP = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
+PACKED = "model.layers.1.mlp.gate_up_proj.weight"
+
+
+def plan(directory: Path, recipe: str = MLP) -> Plan:
+    return build_plan(open_checkpoint(directory), resolve_recipe(parse_recipe(recipe, "r.yaml")).entries)
+
+
+def refused(directory: Path, recipe: str = MLP) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        plan(directory, recipe)
+    assert caught.value.exit_code == 4
+    return str(caught.value)
+
+
+def test_a_step_says_where_its_bytes_lie(tmp_path: Path) -> None:
+    tensors = qwen3_tensors()
+    write_checkpoint(tmp_path, tensors, qwen3_config())
+    step = plan(tmp_path).by_target()[PACKED]
+    assert (step.op, step.axis, step.entry, step.dtype, step.shape) == ("concatenate", 0, 0, "F32", (24, 8))
+    assert [(part.source, part.file, part.rows) for part in step.parts] == [
+        (GATE, "model.safetensors", 12),
+        (UP, "model.safetensors", 12),
+    ]
+    content = (tmp_path / "model.safetensors").read_bytes()
+    found = b"".join(content[part.offset : part.offset + part.size_bytes] for part in step.parts)
+    assert found == torch.cat([tensors[GATE], tensors[UP]]).numpy().tobytes()
+
+
+def test_sums_and_explanation(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, qwen3_tensors(), qwen3_config())
+    made = plan(tmp_path)
+    assert made.bytes_transformed == 2 * 24 * 8 * 4
+    assert made.bytes_copied + made.bytes_transformed == sum(t.numel() * 4 for t in qwen3_tensors().values())
+    told = explain_plan(made)
+    assert [patch["modules"] for patch in told["patches"]] == [2]
+    assert told["files"] == [
+        {"name": SINGLE_NAME, "tensors": len(made.steps), "bytes": made.bytes_copied + made.bytes_transformed}
+    ]
+    assert [item["target"] for item in told["tensors"] if item["op"] == "concatenate"] == [
+        "model.layers.0.mlp.gate_up_proj.weight",
+        PACKED,
+    ]
+
+
+@pytest.mark.parametrize("missing", [GATE, UP])
+def test_a_missing_member(tmp_path: Path, missing: str) -> None:
+    tensors = qwen3_tensors()
+    del tensors[missing]
+    write_checkpoint(tmp_path, tensors, qwen3_config())
+    assert f"{PACKED!r} needs {missing!r}" in refused(tmp_path)
+
+
+def test_mixed_dtypes_in_a_group_are_listed_and_refused(tmp_path: Path) -> None:
+    tensors = qwen3_tensors(dtype=torch.bfloat16)
+    tensors[UP] = tensors[UP].float()
+    write_checkpoint(tmp_path, tensors, qwen3_config())
+    text = refused(tmp_path)
+    assert f"{PACKED!r} would join different dtypes: {GATE} BF16 [12, 8], {UP} F32 [12, 8]" in text
+
+
+def test_dtypes_may_differ_between_layers(tmp_path: Path) -> None:
+    tensors = qwen3_tensors(dtype=torch.bfloat16)
+    for name in (GATE, UP):
+        tensors[name] = tensors[name].half()
+    write_checkpoint(tmp_path, tensors, qwen3_config())
+    found = plan(tmp_path).by_target()
+    assert [found[f"model.layers.{n}.mlp.gate_up_proj.weight"].dtype for n in (0, 1)] == ["BF16", "F16"]
+
+
+@pytest.mark.parametrize("shape", [(12, 7), (12,), (), (12, 8, 1)])
+def test_shapes_that_do_not_join(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    write_checkpoint(tmp_path, {**qwen3_tensors(), UP: torch.zeros(shape)}, qwen3_config())
+    text = refused(tmp_path)
+    assert f"{PACKED!r} cannot be made of {GATE} F32 [12, 8], {UP} F32 {list(shape)}" in text
+
+
+def test_a_target_that_is_there_already(tmp_path: Path) -> None:
+    """Inside the module it is a stray tensor; under a name of another module it would be written twice."""
+    write_checkpoint(tmp_path, {**qwen3_tensors(), PACKED: torch.zeros(24, 8)}, qwen3_config())
+    assert f"no place for {PACKED!r}" in refused(tmp_path)
+
+
+def test_a_target_over_a_tensor_of_another_module(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, qwen3_tensors(), qwen3_config())
+    checkpoint = open_checkpoint(tmp_path)
+    (entry,) = resolve_recipe(parse_recipe(NORM, "r.yaml")).entries
+    rule = BoundRule(Op.RENAME, ("model.norm.weight",), "lm_head.weight")
+    with pytest.raises(CheckpointError) as caught:
+        build_plan(checkpoint, [replace(entry, bind=lambda paths, names: (rule,))])
+    assert "'lm_head.weight' would be written twice, from 'model.norm.weight' and 'lm_head.weight'" in str(caught.value)
+
+
+def test_an_axis_that_cannot_be_written_yet(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, qwen3_tensors(), qwen3_config())
+    (entry,) = resolve_recipe(parse_recipe(MLP, "r.yaml")).entries
+    rule = BoundRule(Op.CONCATENATE, (GATE, UP), PACKED, 1)
+    with pytest.raises(CheckpointError, match="joins along axis 1; only axis 0 can be written so far"):
+        build_plan(open_checkpoint(tmp_path), [replace(entry, bind=lambda paths, names: (rule,))])
+
+
+def test_two_file_names_of_one_module_name(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {"a": torch.zeros(1), "model.a": torch.zeros(1)}, qwen3_config())
+    with pytest.raises(CheckpointError, match=r"tensors 'a' and 'model\.a' are both 'model\.a' in the model"):
+        build_plan(open_checkpoint(tmp_path), (), module_names={"a": "model.a", "model.a": "model.a"})
+
+
+def test_a_scale_beside_its_weight_stops_the_group(tmp_path: Path) -> None:
+    scale = f"{GATE}_scale_inv"
+    write_checkpoint(tmp_path, {**qwen3_tensors(), scale: torch.ones(1)}, qwen3_config())
+    assert f"no place for {scale!r}" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_quantised_checkpoint_keeps_its_parameters(tmp_path: Path, inside: bool) -> None:
+    quantization = {"quantization_config": {"quant_method": "fp8"}}
+    config = qwen3_config(**({"text_config": quantization} if inside else quantization))
+    write_checkpoint(tmp_path, qwen3_tensors(), config)
+    text = refused(tmp_path)
+    assert "the checkpoint is quantised (fp8), and layout 'gated_mlp' (r.yaml:5) repacks weights" in text
+    assert all(step.parts[0].source == step.target for step in plan(tmp_path, NORM).steps)
+
+
+# --- output shards ----------------------------------------------------------------------------------
+
+
+def test_a_group_goes_where_its_first_part_lies(tmp_path: Path) -> None:
+    names = list(qwen3_tensors())
+    shards = [[name for name in names if name != UP], [UP]]
+    write_checkpoint(tmp_path, qwen3_tensors(), qwen3_config(), shards)
+    made = plan(tmp_path)
+    assert [shard.name for shard in made.shards] == [SINGLE_NAME]  # the second source shard is left empty
+    assert [part.file for part in made.by_target()[PACKED].parts] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+
+
+def test_shards_are_numbered_anew(tmp_path: Path) -> None:
+    names = list(qwen3_tensors())
+    rest = [name for name in names if name not in (UP, "lm_head.weight")]
+    write_checkpoint(tmp_path, qwen3_tensors(), qwen3_config(), [rest, [UP], ["lm_head.weight"]])
+    made = plan(tmp_path)
+    assert [(shard.name, len(shard.steps)) for shard in made.shards] == [
+        ("model.kconvert-00001-of-00002.safetensors", len(rest) - 1),  # up of layer 0 is in its gate
+        ("model.kconvert-00002-of-00002.safetensors", 1),
+    ]
+
+
+def test_wide_items_come_first_so_that_every_tensor_is_aligned(tmp_path: Path) -> None:
+    extra: dict[str, RawTensor | torch.Tensor] = {
+        "a.bits": RawTensor("F4", (2, 3), b"\x01\x02\x03"),
+        "a.bytes": RawTensor("U8", (3,), b"abc"),
+        "z.wide": RawTensor("I64", (1,), bytes(8)),
+        "z.half": torch.ones(3, dtype=torch.float16),
+    }
+    write_checkpoint(tmp_path, {**extra, **qwen3_tensors()}, qwen3_config())
+    (shard,) = plan(tmp_path).shards
+    widths = {"I64": 8, "F32": 4, "F16": 2, "U8": 1, "F4": 1}
+    offset, order = 0, []
+    for step in shard.steps:
+        assert offset % widths[step.dtype] == 0, step.target
+        offset += step.size_bytes
+        order.append(step.target)
+    assert order[0] == "z.wide"
+    assert order[-3:] == ["z.half", "a.bytes", "a.bits"]
+
+
+def test_layers_come_in_number_order(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, qwen3_tensors(12), qwen3_config(12))
+    packed = [step.target for step in plan(tmp_path).steps if step.op == "concatenate"]
+    assert packed == [f"model.layers.{n}.mlp.gate_up_proj.weight" for n in range(12)]
+
+
+# --- the router and its neighbours --------------------------------------------------------------------
+
+
+def test_a_claim_takes_whole_segments_only(tmp_path: Path) -> None:
+    layer = "model.layers.0.mlp"
+    shared = {f"{layer}.shared_expert.{name}_proj.weight": torch.ones(2, 2) for name in ("gate", "up", "down")}
+    others = [
+        f"{layer}.gate.weight",
+        f"{layer}.gate.e_score_correction_bias",
+        f"{layer}.shared_expert_gate.weight",
+        f"{layer}.gate_proj.weight",
+        f"{layer}.shared_experts.gate_proj.weight",
+        f"{layer}.experts.3.gate_proj.weight",
+        f"{layer}.experts.3.gate_proj.weight_scale_inv",
+        f"{layer}.experts.11.shared_expert.up_proj.weight",
+    ]
+    write_checkpoint(tmp_path, {**shared, **dict.fromkeys(others, torch.zeros(2, 2))}, qwen3_config())
+    recipe = (
+        HEAD
+        + '  - kernel: cpu_fused_swiglu\n    replace: {class: Qwen3MLP, path: "model.layers.*.mlp.shared_expert"}\n'
+    )
+    steps = plan(tmp_path, recipe).by_target()
+    assert {name for name, step in steps.items() if step.entry is not None} == {
+        f"{layer}.shared_expert.gate_up_proj.weight",
+        f"{layer}.shared_expert.down_proj.weight",
+    }
+    for name in others:
+        step = steps[name]
+        assert (step.op, step.entry, [part.source for part in step.parts]) == ("copy", None, [name])
+
+
+def test_near_misses_come_from_the_checkpoints_own_names(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {f"language_{name}": t for name, t in qwen3_tensors().items()}, qwen3_config())
+    with pytest.raises(RecipeError) as caught:
+        plan(tmp_path)
+    assert str(caught.value).startswith("r.yaml:6: path pattern 'model.layers.*.mlp' matches no module; did you mean ")
+    assert "language_model.layers.*.mlp" in str(caught.value)

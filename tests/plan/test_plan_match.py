@@ -1,0 +1,143 @@
+"""Patterns against modules, and claims against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from kconvert.errors import RecipeError
+from kconvert.manifest import LayoutRecord
+from kconvert.patterns import PathPattern
+from kconvert.plan import Claim, Entry, Pair, check_conflicts, match_entries, module_paths_of
+
+PATHS = [f"model.layers.{number}{rest}" for number in range(12) for rest in ("", ".mlp", ".mlp.act_fn", ".norm")]
+CLASSES = {
+    path: {"mlp": "MLP", "norm": "Norm", "act_fn": "Act"}.get(path.rpartition(".")[2], "Layer") for path in PATHS
+}
+
+
+def entry(number: int, *pairs: tuple[str, str]) -> Entry:
+    return Entry(
+        number=number,
+        where=f"r.yaml:{10 * number + 5}",
+        kind="fuse" if len(pairs) > 1 else "replace",
+        pairs=tuple(
+            Pair(name, PathPattern.parse(path), f"r.yaml:{10 * number + 6 + line}")
+            for line, (name, path) in enumerate(pairs)
+        ),
+        kernels=("cpu_test",),
+        layout=LayoutRecord("test", 1),
+        changes_parameters=True,
+        bind=lambda paths, names: (),
+    )
+
+
+def claims(
+    *entries: Entry, paths: Sequence[str] = PATHS, classes: Mapping[str, str] | None = CLASSES
+) -> tuple[Claim, ...]:
+    return match_entries(entries, paths, classes)[0]
+
+
+def refused(*entries: Entry, paths: Sequence[str] = PATHS, classes: Mapping[str, str] | None = CLASSES) -> RecipeError:
+    with pytest.raises(RecipeError) as caught:
+        check_conflicts(entries, claims(*entries, paths=paths, classes=classes))
+    assert caught.value.exit_code == 3
+    return caught.value
+
+
+def test_paths_that_tensor_names_imply() -> None:
+    assert module_paths_of(["a.10.w", "a.2.b.w", "top"]) == ("a", "a.2", "a.2.b", "a.10")
+
+
+def test_every_number_is_claimed_once_with_its_own_sibling() -> None:
+    found = claims(entry(0, ("Norm", "model.layers.*.norm"), ("MLP", "model.layers.*.mlp")))
+    assert found == tuple(Claim(0, (f"model.layers.{n}.norm", f"model.layers.{n}.mlp")) for n in range(12))
+
+
+def test_number_sets_take_numbers_and_not_prefixes() -> None:
+    found = claims(entry(0, ("MLP", "model.layers.{0-1,10}.mlp")), entry(1, ("MLP", "model.layers.{2-9,11}.mlp")))
+    assert [int(claim.paths[0].split(".")[2]) for claim in found] == [0, 1, 10, 2, 3, 4, 5, 6, 7, 8, 9, 11]
+    check_conflicts([entry(0, ("MLP", "a")), entry(1, ("MLP", "b"))], found)
+
+
+def test_a_number_set_with_numbers_that_the_model_lacks_takes_the_rest() -> None:
+    assert [claim.paths for claim in claims(entry(0, ("MLP", "model.layers.{11-99}.mlp")))] == [
+        ("model.layers.11.mlp",)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [
+        ("model.layers.*.mpl", "model.layers.*.mlp"),
+        ("model.layer.*.mlp", "model.layers.*.mlp"),
+        ("layers.*.mlp", "model.layers.*.mlp"),
+    ],
+)
+def test_no_match_lists_near_misses(pattern: str, near: str) -> None:
+    error = refused(entry(2, ("MLP", pattern)))
+    assert error.where == "r.yaml:26"
+    assert error.what == f"path pattern {pattern!r} matches no module"
+    assert near in str(error.fix)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["model.layers.mlp", "model.*.mlp", "model.layers.{12}.mlp", "model.layers.*.*.mlp"]
+)
+def test_a_wildcard_is_exactly_one_segment(pattern: str) -> None:
+    assert "matches no module" in refused(entry(0, ("MLP", pattern))).what
+
+
+def test_another_class() -> None:
+    error = refused(entry(1, ("Norm", "model.layers.*.mlp")))
+    assert error.where == "r.yaml:16"
+    assert error.what == "'model.layers.0.mlp' is a MLP, the recipe names Norm"
+    assert error.fix == "write class: MLP, or narrow the path"
+
+
+def test_a_fused_sibling_that_is_missing() -> None:
+    less = [path for path in PATHS if path != "model.layers.7.mlp"]
+    fuse = entry(0, ("Norm", "model.layers.*.norm"), ("MLP", "model.layers.*.mlp"))
+    error = refused(fuse, paths=less)
+    assert (error.where, error.what) == (
+        "r.yaml:7",
+        "'model.layers.7.norm' has no sibling for 'model.layers.*.mlp'",
+    )
+    less = [path for path in PATHS if path != "model.layers.7.norm"]
+    assert refused(fuse, paths=less).what == "'model.layers.7.mlp' has no sibling for 'model.layers.*.norm'"
+
+
+def test_a_module_taken_twice() -> None:
+    error = refused(entry(0, ("MLP", "model.layers.*.mlp")), entry(1, ("MLP", "model.layers.{11}.mlp")))
+    assert error.where == "r.yaml:15"
+    assert error.what == "'model.layers.11.mlp' is already taken by the entry at r.yaml:5"
+
+
+def test_one_entry_cannot_take_a_module_twice_either() -> None:
+    error = refused(entry(0, ("MLP", "model.layers.0.mlp"), ("MLP", "model.layers.0.mlp")))
+    assert "'model.layers.0.mlp' is already taken" in error.what
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_module_and_a_part_of_it(order: tuple[int, int]) -> None:
+    patterns = [("Layer", "model.layers.{3}"), ("Act", "model.layers.*.mlp.act_fn")]
+    error = refused(*(entry(number, patterns[index]) for number, index in enumerate(order)))
+    assert "'model.layers.3.mlp.act_fn' is already taken by the entry at" in error.what
+    assert {str(error.where), error.what.rpartition(" ")[2]} == {"r.yaml:5", "r.yaml:15"}
+
+
+def test_neighbours_with_a_common_prefix_do_not_overlap() -> None:
+    paths = ["a.mlp", "a.mlp_norm", "a.mlp2.x"]
+    entries = [entry(number, ("X", path)) for number, path in enumerate(paths)]
+    found = claims(*entries, paths=paths, classes=None)
+    check_conflicts(entries, found)
+    assert [claim.paths[0] for claim in found] == paths
+
+
+def test_traces_hold_every_pattern_with_what_it_matched() -> None:
+    _, traces = match_entries([entry(0, ("Norm", "model.layers.{1,2}.norm"), ("MLP", "model.layers.{1-2}.mlp"))], PATHS)
+    assert [(trace.class_name, trace.pattern, trace.matched) for trace in traces] == [
+        ("Norm", "model.layers.{1,2}.norm", ("model.layers.1.norm", "model.layers.2.norm")),
+        ("MLP", "model.layers.{1-2}.mlp", ("model.layers.1.mlp", "model.layers.2.mlp")),
+    ]

@@ -1,0 +1,338 @@
+"""What stands in the directory: damage, stale files, edits and code are refused before they can do harm."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
+
+from kconvert.errors import CheckpointError, KconvertError, LoadError, ManifestError, TrustError
+from kconvert.manifest import Manifest, PatchRecord, TensorRecord
+from kconvert.runtime import load_converted
+from tests.runtime.pairs import IDS, Pair, edit_config, edit_manifest, logits
+from tests.support import convert, tiny_config, write_recipe
+
+WEIGHTS = "model.kconvert.safetensors"
+GATE_UP = "model.layers.0.mlp.gate_up_proj.weight"
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+
+
+def rewrite_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(directory / WEIGHTS)
+    change(tensors)
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+
+
+def without(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[name]
+
+    return change
+
+
+@pytest.fixture
+def mine(qwen3: Pair, tmp_path: Path) -> Pair:
+    """A converted directory to write into."""
+    return qwen3.copy(tmp_path / "mine")
+
+
+# --- weights against the manifest -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [GATE_UP, O_PROJ, "model.norm.weight"])
+def test_a_tensor_missing_from_the_file(mine: Pair, name: str) -> None:
+    rewrite_weights(mine.converted, without(name))
+    with pytest.raises(ManifestError, match=f"{name}.*absent"):
+        mine.load()
+
+
+@pytest.mark.parametrize("name", [GATE_UP, O_PROJ, "model.norm.weight", "lm_head.weight"])
+def test_a_tensor_missing_from_file_and_manifest(mine: Pair, name: str) -> None:
+    """transformers would log it and go on with random values."""
+    rewrite_weights(mine.converted, without(name))
+    edit_manifest(
+        mine.converted, lambda old: replace(old, tensors=tuple(item for item in old.tensors if item.target != name))
+    )
+    with pytest.raises((LoadError, ManifestError), match=name):
+        mine.load()
+
+
+def test_a_tensor_too_many_in_the_file(mine: Pair) -> None:
+    rewrite_weights(mine.converted, lambda tensors: tensors.update({"model.extra": torch.zeros(1)}))
+    with pytest.raises(ManifestError, match=r"model\.extra"):
+        mine.load()
+
+
+def test_a_tensor_too_many_in_file_and_manifest(mine: Pair) -> None:
+    rewrite_weights(mine.converted, lambda tensors: tensors.update({"model.extra": torch.zeros(1)}))
+
+    def add(old: Manifest) -> Manifest:
+        record = next(item for item in old.tensors if item.target == O_PROJ)
+        part = replace(record.parts[0], source="model.extra", file_name="model.extra", rows=1)
+        return replace(old, tensors=(*old.tensors, replace(record, target="model.extra", shape=(1,), parts=(part,))))
+
+    edit_manifest(mine.converted, add)
+    with pytest.raises(LoadError, match=r"no place for 1 tensors, e\.g\. model\.extra"):
+        mine.load()
+    edit_manifest(mine.converted, lambda old: replace(old, carried=("model.extra",)))
+    assert torch.equal(logits(mine.load(kernels="reference")), logits(mine.stock()))
+
+
+def test_a_carried_tensor_that_the_model_has_now(mine: Pair) -> None:
+    edit_manifest(mine.converted, lambda old: replace(old, carried=(O_PROJ,)))
+    with pytest.raises(LoadError, match="carried along"):
+        mine.load()
+
+
+def test_another_shape_in_the_file(mine: Pair) -> None:
+    rewrite_weights(mine.converted, lambda tensors: tensors.update({O_PROJ: tensors[O_PROJ].T.contiguous()}))
+    with pytest.raises(ManifestError, match="o_proj"):
+        mine.load()
+
+
+def test_a_damaged_file(mine: Pair) -> None:
+    path = mine.converted / WEIGHTS
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ManifestError, match="cannot be read"):
+        mine.load()
+
+
+def test_no_weights(mine: Pair) -> None:
+    (mine.converted / WEIGHTS).unlink()
+    with pytest.raises(ManifestError, match="no converted weights"):
+        mine.load()
+
+
+def test_a_missing_shard(sharded: Pair, tmp_path: Path) -> None:
+    mine = sharded.copy(tmp_path / "mine")
+    next(iter(mine.converted.glob("model.kconvert-00002-*"))).unlink()
+    with pytest.raises(ManifestError, match="00002"):
+        mine.load()
+
+
+def test_a_stale_single_file_beside_shards(sharded: Pair, qwen3: Pair, tmp_path: Path) -> None:
+    """transformers would take the single file."""
+    mine = sharded.copy(tmp_path / "mine")
+    shutil.copy(qwen3.converted / WEIGHTS, mine.converted)
+    with pytest.raises(ManifestError, match="two conversions"):
+        mine.load()
+
+
+def test_a_stock_file_named_by_the_config_is_not_loaded(mine: Pair) -> None:
+    """`transformers_weights` wins over the variant in transformers."""
+    other = {name: torch.zeros_like(value) for name, value in load_file(mine.converted / WEIGHTS).items()}
+    save_file(other, mine.converted / "other.safetensors", metadata={"format": "pt"})
+    edit_config(mine.converted, transformers_weights="other.safetensors")
+    with pytest.warns(UserWarning, match="config.json was changed"):
+        model = mine.load(kernels="reference")
+    assert torch.equal(logits(model), logits(mine.stock()))
+
+
+def test_plain_from_pretrained_stops(pair: Pair, sharded: Pair) -> None:
+    """A20."""
+    for directory in (pair.converted, sharded.converted):
+        with pytest.raises(OSError, match=r"model\.safetensors"):
+            AutoModelForCausalLM.from_pretrained(directory)
+
+
+def test_a_directory_that_was_never_converted(qwen3: Pair, tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="kconvert apply"):
+        load_converted(qwen3.source)
+    with pytest.raises(KconvertError):
+        load_converted(tmp_path / "absent")
+
+
+# --- the manifest against this version --------------------------------------------------------------
+
+
+def edit_patch(directory: Path, class_name: str, **values: Any) -> None:
+    def change(old: Manifest) -> Manifest:
+        def each(patch: PatchRecord) -> PatchRecord:
+            return replace(patch, **values) if patch.classes[0] == class_name else patch
+
+        patches = tuple(each(patch) for patch in old.patches)
+        assert patches != old.patches
+        return replace(old, patches=patches)
+
+    edit_manifest(directory, change)
+
+
+def edit_tensor(directory: Path, name: str, change: Callable[[TensorRecord], TensorRecord]) -> None:
+    edit_manifest(
+        directory,
+        lambda old: replace(old, tensors=tuple(change(item) if item.target == name else item for item in old.tensors)),
+    )
+
+
+def test_an_edited_manifest(mine: Pair) -> None:
+    path = mine.converted / "kconvert_manifest.json"
+    path.write_text(path.read_text().replace('"recipe_name": "qwen3"', '"recipe_name": "qwen4"'))
+    with pytest.raises(ManifestError, match="digest"):
+        mine.load()
+
+
+def test_up_before_gate(mine: Pair) -> None:
+    """A3: the order of the parts is that of the layout, whatever the manifest says."""
+    edit_tensor(mine.converted, GATE_UP, lambda old: replace(old, parts=tuple(reversed(old.parts))))
+    with pytest.raises(ManifestError, match=r"parts of 'model\.layers\.0\.mlp'"):
+        mine.load()
+
+
+def test_another_axis(mine: Pair) -> None:
+    record = "model.layers.0.mlp.down_proj.weight"
+    edit_tensor(
+        mine.converted, record, lambda old: replace(old, axis=1, parts=(replace(old.parts[0], rows=old.shape[1]),))
+    )
+    with pytest.raises(ManifestError, match="not those of layout 'gated_mlp'"):
+        mine.load()
+
+
+def test_another_version_of_the_layout(mine: Pair) -> None:
+    layout = next(patch.layout for patch in _manifest(mine).patches if patch.classes == ("Qwen3MLP",))
+    edit_patch(mine.converted, "Qwen3MLP", layout=replace(layout, version=layout.version + 1))
+    with pytest.raises(ManifestError, match="version 2, this kconvert has 1"):
+        mine.load()
+
+
+def test_an_unknown_layout(mine: Pair) -> None:
+    layout = next(patch.layout for patch in _manifest(mine).patches if patch.classes == ("Qwen3MLP",))
+    edit_patch(mine.converted, "Qwen3MLP", layout=replace(layout, name="os"))
+    with pytest.raises(ManifestError, match="layout 'os', which is not installed"):
+        mine.load()
+
+
+@pytest.mark.parametrize("facts", [{"offset": 1.0, "cast_first": True}, {"offset": 0.0, "cast_first": False}])
+def test_other_facts(mine: Pair, facts: dict[str, Any]) -> None:
+    """A13, A15: a norm that computes something else than at conversion."""
+    edit_patch(mine.converted, "Qwen3RMSNorm", facts={"Qwen3RMSNorm": facts})
+    with pytest.raises(ManifestError, match=r"'offset': 0\.0.*at conversion it was"):
+        mine.load()
+
+
+def test_facts_of_a_fused_norm(fused: Pair, tmp_path: Path) -> None:
+    mine = fused.copy(tmp_path / "mine")
+    patch = next(patch for patch in _manifest(mine).patches if patch.kind == "fuse")
+    assert patch.facts == {"Qwen3RMSNorm": {"offset": 0.0, "cast_first": True}}
+
+    def change(old: Manifest) -> Manifest:
+        changed = replace(patch, facts={"Qwen3RMSNorm": {"offset": 1.0, "cast_first": True}})
+        return replace(old, patches=tuple(changed if each == patch else each for each in old.patches))
+
+    edit_manifest(mine.converted, change)
+    with pytest.raises(ManifestError, match="Qwen3RMSNorm computes"):
+        mine.load()
+
+
+def test_a_class_or_module_that_the_model_does_not_have(mine: Pair, tmp_path: Path, qwen3: Pair) -> None:
+    edit_patch(mine.converted, "Qwen3MLP", classes=("Qwen3MoeMLP",))
+    with pytest.raises(ManifestError, match="is a Qwen3MLP, the manifest says Qwen3MoeMLP"):
+        mine.load()
+    other = qwen3.copy(tmp_path / "other")
+    edit_config(other.converted, num_hidden_layers=1, layer_types=["full_attention"])
+    with pytest.warns(UserWarning, match="changed"), pytest.raises(ManifestError, match=r"no module 'model\.layers\.1"):
+        other.load()
+
+
+def _manifest(pair: Pair) -> Manifest:
+    from kconvert.manifest import load_manifest
+
+    return load_manifest(pair.converted)
+
+
+# --- config.json and code ---------------------------------------------------------------------------
+
+
+def test_an_edited_config_is_warned_of_and_used(mine: Pair) -> None:
+    edit_config(mine.converted, rms_norm_eps=1e-2)
+    with pytest.warns(UserWarning, match="config.json was changed after the conversion"):
+        model = mine.load()
+    assert model.model.norm.variance_epsilon == 1e-2
+    torch.testing.assert_close(logits(model), logits(mine.stock(rms_norm_eps=1e-2)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_attention_code_named_by_the_config(mine: Pair, key: str) -> None:
+    """S5: a data file may not fetch code."""
+    edit_config(mine.converted, **{key: "org/repo"})
+    with pytest.warns(UserWarning, match="changed"), pytest.raises(TrustError, match="org/repo"):
+        mine.load()
+
+
+def test_an_adapter_put_beside_the_weights(mine: Pair) -> None:
+    """`from_pretrained` would follow it to another base model."""
+    (mine.converted / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/other"}))
+    with pytest.raises(ManifestError, match=r"adapter_config\.json"):
+        mine.load()
+
+
+def test_model_code_needs_trust(mine: Pair) -> None:
+    marker = mine.converted / "was_run"
+    (mine.converted / "modeling_mine.py").write_text(
+        f"from pathlib import Path\nPath({str(marker)!r}).touch()\nfrom transformers import Qwen3ForCausalLM\n"
+        "class MineForCausalLM(Qwen3ForCausalLM):\n    pass\n"
+    )
+    edit_config(
+        mine.converted,
+        architectures=["MineForCausalLM"],
+        auto_map={"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"},
+    )
+    with pytest.warns(UserWarning, match="changed"), pytest.raises(TrustError, match="trust_remote_code=True"):
+        mine.load()
+    assert not marker.exists()
+    with pytest.warns(UserWarning, match="changed"):
+        model = mine.load(trust_remote_code=True, kernels="reference")
+    assert marker.exists()
+    assert type(model).__name__ == "MineForCausalLM"
+    assert torch.equal(logits(model), logits(mine.stock()))
+
+
+def test_code_for_a_class_that_transformers_has_is_not_run(mine: Pair) -> None:
+    marker = mine.converted / "was_run"
+    (mine.converted / "modeling_mine.py").write_text(f"from pathlib import Path\nPath({str(marker)!r}).touch()\n")
+    edit_config(mine.converted, auto_map={"AutoModelForCausalLM": "modeling_mine.Qwen3ForCausalLM"})
+    with pytest.warns(UserWarning, match="changed"):
+        mine.load()
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["NoSuchModel"], ["PreTrainedModel_"], ["AutoConfig"], "Qwen3"])
+def test_an_architecture_that_is_none(mine: Pair, architectures: Any) -> None:
+    edit_config(mine.converted, architectures=architectures)
+    with pytest.warns(UserWarning, match="changed"), pytest.raises(CheckpointError, match=r"architecture|model class"):
+        mine.load()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1, "a": 2}'])
+def test_a_config_that_is_no_object(mine: Pair, text: str) -> None:
+    (mine.converted / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        mine.load()
+
+
+# --- other heads ------------------------------------------------------------------------------------
+
+
+def test_sequence_classification(tmp_path: Path) -> None:
+    config = tiny_config("llama", num_labels=3, pad_token_id=0)
+    torch.manual_seed(0)
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "source")
+    recipe = write_recipe(
+        tmp_path / "recipe.yaml",
+        '  - kernel: [cpu_fused_swiglu]\n    replace: {class: LlamaMLP, path: "model.layers.*.mlp"}\n',
+        model_type="llama",
+    )
+    convert(recipe, tmp_path / "source", tmp_path / "converted")
+    model = load_converted(tmp_path / "converted", kernels="reference")
+    stock = LlamaForSequenceClassification.from_pretrained(tmp_path / "source")
+    assert isinstance(model, LlamaForSequenceClassification)
+    found = logits(model, IDS + 1)
+    assert found.shape == (2, 3)
+    assert torch.equal(found, logits(stock, IDS + 1))

@@ -1,0 +1,267 @@
+"""Real files for tests: tiny models with random weights, hand-made checkpoints, and raw reading of the result.
+
+Weights are written and read without kconvert's own header code, so that a fault there cannot hide itself.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from safetensors import deserialize
+
+from kconvert.convert import ApplyResult, apply_recipe
+from kconvert.errors import KconvertError
+
+__all__ = [
+    "LAYER_SHAPES",
+    "Kind",
+    "RawTensor",
+    "check_refused",
+    "convert",
+    "qwen3_config",
+    "qwen3_tensors",
+    "raw",
+    "read_raw",
+    "save_tiny",
+    "tiny_config",
+    "tiny_model",
+    "write_checkpoint",
+    "write_recipe",
+    "write_safetensors",
+]
+
+Kind = Literal["qwen3", "llama"]
+
+_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """A tensor as it stands in a file: safetensors' dtype name, shape and bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def raw(tensor: np.ndarray[Any, Any] | torch.Tensor | RawTensor) -> RawTensor:
+    """Any kind of tensor as a `RawTensor`."""
+    if isinstance(tensor, RawTensor):
+        return tensor
+    made = torch.from_numpy(np.array(tensor)) if isinstance(tensor, np.ndarray) else tensor.detach()
+    data = made.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if made.numel() else b""
+    return RawTensor(_DTYPES[made.dtype], tuple(made.shape), data)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, RawTensor]) -> None:
+    """One safetensors file, tensors in the order of the mapping."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, tensor in tensors.items():
+        end = begin + len(tensor.data)
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensor.data for tensor in tensors.values()))
+
+
+def write_checkpoint(
+    directory: Path,
+    tensors: Mapping[str, np.ndarray[Any, Any] | torch.Tensor | RawTensor],
+    config: Mapping[str, Any],
+    shards: Sequence[Sequence[str]] | None = None,
+) -> Path:
+    """A model directory: `config.json` and one `model.safetensors`, or the given shards with their index.
+
+    Args:
+        directory: made where it is missing.
+        tensors: file name of each tensor to its values.
+        config: the content of config.json.
+        shards: tensor names per shard; every name exactly once.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    made = {name: raw(tensor) for name, tensor in tensors.items()}
+    if shards is None:
+        write_safetensors(directory / "model.safetensors", made)
+        return directory
+    if sorted(name for names in shards for name in names) != sorted(made):
+        raise ValueError("shards do not hold every tensor exactly once")
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(directory / file, {name: made[name] for name in names})
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": sum(len(tensor.data) for tensor in made.values())}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return directory
+
+
+def read_raw(directory: Path, pattern: str = "*.safetensors") -> dict[str, RawTensor]:
+    """Every tensor in the safetensors files of a directory; a name that two files hold is an error."""
+    found: dict[str, RawTensor] = {}
+    for path in sorted(directory.glob(pattern)):
+        for name, fields in deserialize(path.read_bytes()):  # type: ignore[no-untyped-call]
+            if name in found:
+                raise ValueError(f"{name} is in two files of {directory}")
+            found[name] = RawTensor(str(fields["dtype"]), tuple(fields["shape"]), bytes(fields["data"]))
+    return found
+
+
+# --- tiny models ------------------------------------------------------------------------------------
+
+
+def tiny_config(kind: Kind, *, tie: bool = False, **kw: Any) -> Any:
+    """A config of two layers, hidden 32, four heads of 16 (not hidden / heads), two kv heads; `kw` overrides."""
+    from transformers import LlamaConfig, Qwen3Config
+
+    values: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tie,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": None,
+    }
+    cls: Any = {"qwen3": Qwen3Config, "llama": LlamaConfig}[kind]
+    return cls(**{**values, **kw})
+
+
+def tiny_model(kind: Kind, *, dtype: torch.dtype = torch.float32, tie: bool = False, seed: int = 0, **kw: Any) -> Any:
+    """A stock causal model in eval mode; every parameter is random, norm weights too."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_config(tiny_config(kind, tie=tie, **kw))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1.0 + 0.25 * values if "norm" in name else 0.2 * values)
+    return model.to(dtype).eval()
+
+
+def save_tiny(
+    directory: Path,
+    kind: Kind,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: int | str = "50GB",
+    tie: bool = False,
+    seed: int = 0,
+    **kw: Any,
+) -> Path:
+    """Save a `tiny_model` with transformers; `kw` overrides config values.  Gives `directory`."""
+    model = tiny_model(kind, dtype=dtype, tie=tie, seed=seed, **kw)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def convert(recipe: str | Path, source: Path, output: Path, **kw: Any) -> ApplyResult:
+    """`apply_recipe` for a shipped recipe's name or a recipe file."""
+    return apply_recipe(str(recipe), source, output, **kw)
+
+
+def check_refused(
+    error: type[KconvertError],
+    exit_code: int,
+    words: Sequence[str],
+    recipe: str | Path,
+    source: Path,
+    output: Path,
+    **kw: Any,
+) -> KconvertError:
+    """A conversion that must fail: with this kind of error, one line that holds `words`, and nothing written."""
+    before = sorted(path.name for path in output.parent.iterdir())
+    with pytest.raises(error) as caught:
+        convert(recipe, source, output, **kw)
+    text = str(caught.value)
+    assert caught.value.exit_code == exit_code, text
+    assert [word for word in words if word not in text] == [], text
+    assert "\n" not in text
+    assert sorted(path.name for path in output.parent.iterdir()) == before
+    return caught.value
+
+
+def write_recipe(path: Path, patches: str, *, model_type: str = "qwen3", name: str = "test") -> Path:
+    """A recipe file; `patches` is the text below `patches:`, which begins on line 5."""
+    path.write_text(f"recipe: 1\nname: {name}\nmodel_type: [{model_type}]\npatches:\n{patches}", encoding="utf-8")
+    return path
+
+
+# --- hand-made checkpoints --------------------------------------------------------------------------
+
+LAYER_SHAPES: Mapping[str, tuple[int, ...]] = {
+    "input_layernorm.weight": (8,),
+    "post_attention_layernorm.weight": (8,),
+    "self_attn.q_proj.weight": (16, 8),
+    "self_attn.k_proj.weight": (8, 8),
+    "self_attn.v_proj.weight": (8, 8),
+    "self_attn.o_proj.weight": (8, 16),
+    "self_attn.q_norm.weight": (4,),
+    "self_attn.k_norm.weight": (4,),
+    "mlp.gate_proj.weight": (12, 8),
+    "mlp.up_proj.weight": (12, 8),
+    "mlp.down_proj.weight": (8, 12),
+}
+"""A Qwen3 layer: hidden 8, intermediate 12, four heads of 4, two kv heads."""
+
+
+def qwen3_config(layers: int = 2, **kw: Any) -> dict[str, Any]:
+    """The config.json that fits `qwen3_tensors`, as data."""
+    values: dict[str, Any] = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 10,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+    return {**values, **kw}
+
+
+def qwen3_tensors(layers: int = 2, *, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Tensors whose values say where they belong: tensor number * 1000 + row number * 8 + column, as far as dtype goes."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (10, 8)}
+    for layer in range(layers):
+        shapes.update({f"model.layers.{layer}.{name}": shape for name, shape in LAYER_SHAPES.items()})
+    shapes.update({"model.norm.weight": (8,), "lm_head.weight": (10, 8)})
+    tensors = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        count = int(np.prod(shape))
+        tensors[name] = (torch.arange(count, dtype=torch.float32) + 1000 * number).reshape(shape).to(dtype)
+    return tensors

@@ -1,0 +1,105 @@
+"""Rules as data: what they refuse, and the shapes that they make."""
+
+from __future__ import annotations
+
+import pytest
+
+from kconvert.kernels.specs import layout_specs
+from kconvert.transforms import (
+    KernelEntry,
+    LayoutSpec,
+    MemberTensor,
+    Op,
+    Rule,
+    ShapeError,
+    concatenate,
+    nested,
+    rename,
+    target_shape,
+)
+
+
+def spec(*rules: Rule, members: tuple[str, ...] = ("mlp",)) -> LayoutSpec:
+    return LayoutSpec("test", 1, members, rules, (KernelEntry("cpu_test", "cpu"),), "nowhere:Nothing", "a test")
+
+
+def test_a_rename_has_one_source_and_a_concatenation_several() -> None:
+    with pytest.raises(ValueError, match="rename to 'x' from 2 sources"):
+        Rule(Op.RENAME, (MemberTensor(0, "a"), MemberTensor(0, "b")), "x")
+    with pytest.raises(ValueError, match="concatenate to 'x' from 1 sources"):
+        concatenate(["a"], "x")
+    with pytest.raises(ValueError, match="takes a source twice"):
+        concatenate(["a", "a"], "x")
+
+
+def test_a_layout_makes_each_tensor_once_and_names_its_own_members() -> None:
+    with pytest.raises(ValueError, match="makes a tensor twice"):
+        spec(rename("a", "x"), rename("b", "x"))
+    with pytest.raises(ValueError, match="has 1 members, its rules name member"):
+        spec(*nested([rename("a")], member=1, into="norm"))
+
+
+@pytest.mark.parametrize(
+    ("rules", "members", "changes"),
+    [
+        ((rename("weight"),), ("norm",), False),
+        ((rename("weight", "scale"),), ("norm",), True),
+        ((concatenate(["a", "b"], "c"),), ("mlp",), True),
+        ((rename("weight"),), ("norm", "mlp"), True),  # a fusion moves what it does not rename
+    ],
+)
+def test_changes_parameters(rules: tuple[Rule, ...], members: tuple[str, ...], changes: bool) -> None:
+    assert spec(*rules, members=members).changes_parameters is changes
+
+
+def test_nested_moves_targets_and_members_and_nothing_else() -> None:
+    (made,) = nested([concatenate(["a.bias", "b.bias"], "c.bias", optional=True)], member=1, into="mlp")
+    assert made == Rule(
+        Op.CONCATENATE, (MemberTensor(1, "a.bias"), MemberTensor(1, "b.bias")), "mlp.c.bias", 0, optional=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("axis", "shapes", "expected"),
+    [
+        (0, [(12, 8), (12, 8)], (24, 8)),
+        (0, [(16, 8), (8, 8), (8, 8)], (32, 8)),
+        (1, [(4, 2), (4, 3)], (4, 5)),
+        (0, [(3,), (0,)], (3,)),
+        (0, [(0, 8), (0, 8)], (0, 8)),
+    ],
+)
+def test_shape_of_a_concatenation(axis: int, shapes: list[tuple[int, ...]], expected: tuple[int, ...]) -> None:
+    assert target_shape(Op.CONCATENATE, axis, shapes) == expected
+
+
+@pytest.mark.parametrize(
+    ("axis", "shapes", "what"),
+    [
+        (0, [(), ()], "no axis 0"),  # torch.cat refuses 0-dim tensors too
+        (1, [(4,), (4,)], "no axis 1"),
+        (-1, [(4,), (4,)], "no axis -1"),
+        (0, [(4, 8), (4, 7)], "differ outside axis 0"),
+        (0, [(4, 8), (4, 8, 1)], "differ outside axis 0"),
+    ],
+)
+def test_shapes_that_do_not_join(axis: int, shapes: list[tuple[int, ...]], what: str) -> None:
+    with pytest.raises(ShapeError, match=what):
+        target_shape(Op.CONCATENATE, axis, shapes)
+
+
+def test_a_rename_keeps_any_shape() -> None:
+    assert target_shape(Op.RENAME, 0, [()]) == ()
+    assert target_shape(Op.RENAME, 0, [(0, 3)]) == (0, 3)
+
+
+def test_the_order_of_gate_and_up_is_gate_first_in_every_built_in_layout() -> None:
+    seen = []
+    for layout in layout_specs().values():
+        for rule in layout.rules:
+            if "gate_up_proj" in rule.target:
+                names = [source.name.partition(".")[0] for source in rule.sources]
+                assert names == ["gate_proj", "up_proj"], (layout.name, rule)
+                assert rule.axis == 0
+                seen.append(layout.name)
+    assert sorted(set(seen)) == ["gated_mlp", "norm_gated_mlp"]
