@@ -66,11 +66,8 @@ def _announce(prepared: Prepared, job: Job) -> None:
         warn(
             f"{len(prepared.manifest.carried)} tensors have no place in the model and are carried along, e.g. {prepared.manifest.carried[0]}"
         )
-    modules = len(prepared.plan.claims)
-    size = format_bytes(job.size_bytes)
-    note(
-        f"kconvert: recipe {prepared.recipe.name}: {len(prepared.plan.entries)} patches, {modules} modules, {size} to write"
-    )
+    modules, size = len(prepared.plan.claims), format_bytes(job.size_bytes)
+    note(f"kconvert: recipe {prepared.recipe.name} patches {modules} modules; {size} to write")
 
 
 def _result_value(result: ApplyResult) -> dict[str, Any]:

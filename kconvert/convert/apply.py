@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def default_output(model_dir: Path) -> Path:
     """
     if is_inside_hub_cache(model_dir):
         raise UsageError(f"{model_dir} lies in a Hub cache", fix="say where to write with -o OUTPUT")
-    absolute = model_dir.absolute()
+    absolute = Path(os.path.abspath(model_dir))  # noqa: PTH100 - `..` goes, links stay
     return absolute.with_name(f"{absolute.name}-kconvert")
 
 

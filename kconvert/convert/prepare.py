@@ -47,8 +47,10 @@ def prepare(
     Raises:
         RecipeError, CheckpointError, TrustError, KernelRefusedError: see the error classes.
     """
+    started = time.perf_counter()
     recipe = load_recipe(find_recipe(recipe_name))
     checkpoint = open_checkpoint(model_dir)
+    warnings = checkpoint.warnings
     if checkpoint.model_type not in recipe.model_type:
         raise RecipeError(
             f"recipe {recipe.name!r} is for model type {', '.join(recipe.model_type)}, {model_dir} is {checkpoint.model_type}",
@@ -56,16 +58,17 @@ def prepare(
             fix="use a recipe for this model type",
         )
     resolved = resolve_recipe(recipe, trust_remote_code=trust_remote_code)
-    started = time.perf_counter()
     if model_check:
         from kconvert.convert.structure import build_stock_model, check_packed_model
 
         stock = build_stock_model(checkpoint)
+        warnings += stock.warnings
         plan = build_plan(checkpoint, resolved.entries, module_names=stock.module_names, classes=stock.classes)
     else:
         check_unmapped(str(checkpoint.model_type), model_dir)
         plan = build_plan(checkpoint, resolved.entries)
     sidecars = list_sidecars(checkpoint)
+    warnings += sidecars.warnings
     headers = source_headers(checkpoint)
     manifest = build_manifest(checkpoint, recipe, plan, sidecars, headers)
     if model_check:
@@ -78,6 +81,6 @@ def prepare(
         sidecars,
         manifest,
         headers,
-        (*checkpoint.warnings, *sidecars.warnings),
+        warnings,
         time.perf_counter() - started,
     )

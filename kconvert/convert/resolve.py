@@ -164,7 +164,7 @@ def _import(
     base = recipe.path.parent if recipe.path is not None else Path()
     try:
         copied = copy_package(base / reference.source, reference.text)
-        check_trust(copied, trust_remote_code=trust_remote_code, trust_kernels=None)
+        check_trust(copied, trust_remote_code=trust_remote_code, advice="pass --trust-remote-code")
         classes = import_package(copied, str(reference.class_name))
     except KconvertError as error:
         raise type(error)(error.what, where=error.where or patch.where, fix=error.fix) from error

@@ -37,6 +37,7 @@ class StockModel:
     config: Any
     classes: Mapping[str, str]
     module_names: Mapping[str, str]
+    warnings: tuple[str, ...]
 
 
 def build_stock_model(checkpoint: Checkpoint) -> StockModel:
@@ -60,7 +61,18 @@ def build_stock_model(checkpoint: Checkpoint) -> StockModel:
             fix="check config.json, or skip the check with --no-model-check",
         ) from error
     classes = {path: type(module).__name__ for path, module in model.named_modules() if path}
-    return StockModel(model, config, classes, _module_names(checkpoint, model))
+    names = _module_names(checkpoint, model)
+    return StockModel(model, config, classes, names, _tie_warnings(model, set(names.values())))
+
+
+def _tie_warnings(model: Any, stored: set[str]) -> tuple[str, ...]:
+    """Of tensors that the config ties and the checkpoint stores both of; transformers keeps them if they differ."""
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    return tuple(
+        f"{target} is tied to {source} by the config, but both are stored; both are kept"
+        for target, source in sorted(ties.items())
+        if target in stored and source in stored
+    )
 
 
 def _module_names(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
@@ -97,7 +109,11 @@ def check_packed_model(
     _check_fusions(stock, plan)
     _check_float32_lists(stock.model, plan)
     packed, patches = _build_packed(stock, manifest, resolved)
-    records = tuple(replace(patch.record, facts=_facts(packed, patch)) for patch in patches)
+    _check_initialisation(stock, packed, resolved)
+    records = tuple(
+        replace(patch.record, facts=_facts(packed, patch, entry.where))
+        for patch, entry in zip(patches, plan.entries, strict=True)
+    )
     if checkpoint.quantization is not None:
         # the quantiser changes modules and names while loading, so only the layouts can be checked here
         return replace(manifest, patches=records)
@@ -162,6 +178,26 @@ def _build_packed(
         ) from error
 
 
+def _initialise(model: Any) -> Exception | None:
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model.initialize_weights()
+    except Exception as error:  # noqa: BLE001 - any failure of the model's own code is the answer
+        return error
+    return None
+
+
+def _check_initialisation(stock: StockModel, packed: Any, resolved: ResolvedRecipe) -> None:
+    """Loading runs the model's `_init_weights` over every module; it may read a name that a layout took away."""
+    error = _initialise(packed)
+    if error is not None and _initialise(stock.model) is None:
+        raise RecipeError(
+            f"the model's own initialisation fails on the packed modules ({type(error).__name__}: {error})",
+            where=resolved.entries[0].where,
+            fix=f"the layout has to offer what {type(stock.model).__name__}._init_weights reads",
+        ) from error
+
+
 def _compare(checkpoint: Checkpoint, packed: Any, plan: Plan) -> tuple[str, ...]:
     where = str(checkpoint.model_dir)
     state: dict[str, torch.Tensor] = packed.state_dict()
@@ -199,7 +235,7 @@ def _compare(checkpoint: Checkpoint, packed: Any, plan: Plan) -> tuple[str, ...]
     return carried
 
 
-def _facts(packed: Any, patch: ResolvedPatch) -> dict[str, dict[str, Any]] | None:
+def _facts(packed: Any, patch: ResolvedPatch, where: str) -> dict[str, dict[str, Any]] | None:
     """What is proven of the patch's classes, if its layout has anything to prove."""
     if patch.layout is None:
         return None
@@ -210,6 +246,8 @@ def _facts(packed: Any, patch: ResolvedPatch) -> dict[str, dict[str, Any]] | Non
             known = facts.setdefault(patch.record.classes[0], found)
             if known != found:
                 raise RecipeError(
-                    f"{patch.record.classes[0]} computes {known} in one place and {found} at {paths[0]!r}"
+                    f"{patch.record.classes[0]} computes {known} in one place and {found} at {paths[0]!r}",
+                    where=where,
+                    fix="give the two kinds entries of their own",
                 )
     return facts or None

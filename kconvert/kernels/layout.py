@@ -134,7 +134,11 @@ def _dispatching_forward(stock: type[nn.Module]) -> Callable[..., Any]:
     @wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         kernel = self.kconvert_dispatch.kernel_for(self, args, kwargs)
-        return self.reference(*args, **kwargs) if kernel is None else kernel.forward(self, *args, **kwargs)
+        if kernel is None:
+            return self.reference(*args, **kwargs)
+        if len(kwargs) == 1 and not args:
+            return kernel.forward(self, *kwargs.values())  # stock classes do not agree on what the one input is called
+        return kernel.forward(self, *args, **kwargs)
 
     return forward
 

@@ -115,13 +115,19 @@ def copy_package(directory: Path, package_id: str) -> PackageCopy:
 
 
 def check_trust(
-    package: PackageCopy, *, trust_remote_code: bool, trust_kernels: Mapping[str, str] | None, commit: str | None = None
+    package: PackageCopy,
+    *,
+    trust_remote_code: bool,
+    advice: str,
+    trust_kernels: Mapping[str, str] | None = None,
+    commit: str | None = None,
 ) -> None:
     """Refuse code that this machine was not told to trust; else say what is about to be imported.
 
     Args:
         package: the private copy.
         trust_remote_code: trust every package of this conversion or load.
+        advice: how trust is given here, for the error; `{trust}` stands for the `trust_kernels` value that would do.
         trust_kernels: package ID to digest (with or without `sha256:`); trusts just these.
         commit: resolved commit of a Hub package.
 
@@ -137,8 +143,7 @@ def check_trust(
     if wanted is None and not trust_remote_code:
         raise TrustError(
             f"kernel package {package.package_id!r} would run code from this folder",
-            fix=f"read it, then pass trust_kernels={{{package.package_id!r}: {package.digest!r}}} or trust_remote_code "
-            "(on the command line --trust-remote-code, beside trust_remote_code: true in the recipe)",
+            fix=f"read it, then {advice.format(trust={package.package_id: package.digest})}",
         )
     sys.stderr.write(
         f"kconvert: importing kernel package {package.package_id} (commit {commit or 'none'}, {package.digest})\n"

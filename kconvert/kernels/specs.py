@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+import warnings
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,9 +20,14 @@ def layout_specs() -> dict[str, LayoutSpec]:
 
     specs = {}
     for found in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}."):
-        if found.ispkg and find_spec(f"{found.name}.spec") is not None:
-            spec = import_module(f"{found.name}.spec").SPEC
-            specs[spec.name] = spec
+        try:
+            if found.ispkg and find_spec(f"{found.name}.spec") is not None:
+                spec: LayoutSpec = import_module(f"{found.name}.spec").SPEC
+                specs[spec.name] = spec
+        except Exception as error:  # noqa: BLE001 - one broken file must not take the others down
+            warnings.warn(
+                f"layout spec {found.name}.spec does not import ({type(error).__name__}: {error})", stacklevel=2
+            )
     return dict(sorted(specs.items()))
 
 

@@ -159,7 +159,13 @@ def _vendored(
             where=str(source),
             fix="convert again from a package that you trust",
         )
-    check_trust(copied, trust_remote_code=trust_remote_code, trust_kernels=trust_kernels, commit=record.commit)
+    check_trust(
+        copied,
+        trust_remote_code=trust_remote_code,
+        advice="pass trust_kernels={trust} or trust_remote_code=True",
+        trust_kernels=trust_kernels,
+        commit=record.commit,
+    )
     return import_package(copied, record.class_name)
 
 

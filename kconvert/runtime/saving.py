@@ -7,10 +7,12 @@ directory it came from, so that the result can be reverted and loaded like any c
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from safetensors import safe_open
 
 from kconvert.errors import UsageError
@@ -49,6 +51,7 @@ class LoadedModel(PatchedOnInit):
             raise UsageError(
                 f"{target} holds {stock}, stock weights that would be loaded instead", fix="save to an empty directory"
             )
+        state = {**state, **_carried(self.kconvert_origin, state)}
         if is_main_process:
             for name in (MANIFEST_NAME, SINGLE_NAME, INDEX_NAME):
                 (target / name).unlink(missing_ok=True)
@@ -61,6 +64,26 @@ class LoadedModel(PatchedOnInit):
         if is_main_process:
             _complete(target, self.kconvert_origin)
         return result
+
+
+def _carried(origin: Origin, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that the directory holds and the model has no place for, so that a packed save loses none.
+
+    Raises:
+        UsageError: the directory the model came from is gone.
+    """
+    wanted = set(origin.manifest.carried)
+    found: dict[str, torch.Tensor] = {}
+    for name in origin.manifest.weight_files if wanted else ():
+        path = origin.directory / name
+        if not path.is_file():
+            raise UsageError(
+                f"{len(wanted)} tensors outside the model would be lost, e.g. {min(wanted)!r}: {path} is gone",
+                fix="save the stock layout, without variant",
+            )
+        with safe_open(str(path), framework="pt") as opened:
+            found.update({key: opened.get_tensor(key) for key in wanted.intersection(opened.keys()) - state.keys()})
+    return found
 
 
 def _as_stored(record: TensorRecord, dtype: str, shape: tuple[int, ...]) -> TensorRecord:
@@ -100,8 +123,7 @@ def _complete(target: Path, origin: Origin) -> None:
     changed = replace(
         manifest,
         tensors=tensors,
-        carried=(),
-        model_checked=True,
+        carried=tuple(name for name in manifest.carried if name in stored),
         config_digest=sha256_digest((target / "config.json").read_bytes()),
         weight_files=files,
         sidecars=tuple(

@@ -141,7 +141,9 @@ def test_a_tied_config_with_two_different_tensors(tmp_path: Path) -> None:
     tensors = qwen3_tensors()
     tensors[HEAD] = tensors[EMBED] + 1
     source = write_checkpoint(tmp_path / "in", tensors, qwen3_config(tie_word_embeddings=True))
-    output = convert("qwen3", source, tmp_path / "out").output
+    result = convert("qwen3", source, tmp_path / "out")
+    output = result.output
+    assert [text for text in result.prepared.warnings if HEAD in text and EMBED in text]
     written = read_raw(output)
     assert (written[HEAD], written[EMBED]) == (raw(tensors[HEAD]), raw(tensors[EMBED]))
     assert load_manifest(output).carried == ()

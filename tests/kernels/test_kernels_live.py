@@ -222,6 +222,17 @@ def test_what_fits_gives_no_warning() -> None:
         apply_default_kernels(tiny_model("llama"), "auto")
 
 
+def test_a_kernel_takes_the_one_input_under_any_name() -> None:
+    """Stock MLPs call it `x` or `hidden_states`."""
+    model = tiny_model("qwen3")
+    hidden = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
+    expected = model.model.layers[0].mlp(x=hidden)
+    apply_kernel("cpu_fused_swiglu", model=model)
+    mlp = model.model.layers[0].mlp
+    torch.testing.assert_close(mlp(x=hidden), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(mlp(hidden), expected, rtol=0, atol=1e-5)
+
+
 def test_twice_is_once(tmp_path: Path) -> None:
     model = tiny_model("qwen3")
     apply_default_kernels(model, "auto")

@@ -114,8 +114,21 @@ def test_cast_before_the_multiply() -> None:
 def test_the_variant_of_each_class(cls: Any, offset: float, cast_first: bool, size: int, eps: float) -> None:
     module = cls(size, eps=eps)
     before = module.weight.detach().clone()
-    assert prove_variant(module) == RMSNormVariant(eps, offset, cast_first)
+    assert prove_variant(module) == RMSNormVariant(eps, offset, cast_first, mixes=cls is not T5LayerNorm)
     assert torch.equal(module.weight, before)
+
+
+@pytest.mark.parametrize("cls", [LlamaRMSNorm, T5LayerNorm, GemmaRMSNorm, Olmo2RMSNorm])
+def test_a_float32_weight_and_a_bfloat16_input_give_what_stock_gives(cls: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    module = cls(577, eps=1e-6)
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(577, generator=generator))
+    hidden = torch.randn(3, 577, generator=generator).to(torch.bfloat16)
+    expected = module(hidden)
+    found = CpuFusedRMSNorm.forward(RMSNormLayout.patch([module]), hidden)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0, atol=0 if cls is T5LayerNorm else 2e-2)
 
 
 @pytest.mark.parametrize("cls", [LlamaRMSNorm, GemmaRMSNorm])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
 
 from kconvert.errors import KconvertError
 from tests.packages.helpers import NORM, failure, fuse, load, logits, replace, run_recipe, stock, write_package
@@ -190,6 +191,25 @@ def test_the_reference_follows_train_and_eval(tmp_path: Path) -> None:
         assert torch.equal(model.train(training).transformer.h[0].mlp(hidden), expected)
         assert bool((expected == 0).any()) is training
     assert type(mlp).__name__ == "GPT2MLP"
+
+
+def test_a_name_that_the_models_own_initialisation_reads(
+    tmp_path: Path, qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs over every module while loading, and would fail there with a bare AttributeError."""
+
+    def reads_weight(self: Any, module: Any) -> None:
+        if type(module).__name__ == "Qwen3RMSNorm":
+            module.weight.data.fill_(1.0)
+
+    write_package(tmp_path, NORM)
+    monkeypatch.setattr(Qwen3PreTrainedModel, "_init_weights", reads_weight)
+    with pytest.raises(KconvertError) as caught:
+        run_recipe(tmp_path, replace("./package:Norm"), qwen3_dir)
+    code, text = failure(caught.value)
+    assert code == 3
+    assert "initialisation fails" in text
+    assert "'weight'" in text
 
 
 def test_the_reference_takes_keyword_arguments(converted_both_dir: Path, qwen3_dir: Path) -> None:

@@ -64,7 +64,7 @@ def test_recipe_and_machine_must_both_trust(
     assert code == 8
     assert f"{tmp_path / 'recipe.yaml'}:5" in text
     assert KERNEL in text
-    assert "trust_remote_code" in text
+    assert ("--trust-remote-code" if in_recipe else "trust_remote_code: true") in text
     assert not marker.exists()
     assert not (tmp_path / "out").exists()
 

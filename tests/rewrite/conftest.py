@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,11 @@ class Case:
     job: Job
     expected: Mapping[str, bytes]
     source: Path
+
+
+def no_copy_threads() -> bool:
+    """Whether every copy thread has ended; other tests in the process may have left threads of their own."""
+    return not [thread for thread in threading.enumerate() if thread.name.startswith("kconvert-copy")]
 
 
 @pytest.fixture

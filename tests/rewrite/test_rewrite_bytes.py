@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kconvert.errors import CheckpointError, PreflightError, UsageError
 from kconvert.rewrite import Copy, Extent, Job, OutputFile, copying, rewrite, tasks
-from tests.rewrite.conftest import Case
+from tests.rewrite.conftest import Case, no_copy_threads
 
 UNSUPPORTED = ["EXDEV", "EINVAL", "ENOSYS", "EOPNOTSUPP", "EPERM", "EBADF"]
 
@@ -72,7 +72,7 @@ def test_content(case: Case, tmp_path: Path, workers: int | None) -> None:
     assert result.sync_seconds > 0
     assert threads == {threading.current_thread()}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
-    assert threading.active_count() == 1
+    assert no_copy_threads()
 
 
 @pytest.mark.usefixtures("small_steps")
@@ -192,7 +192,7 @@ def test_source_cut_short_meanwhile(case: Case, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(CheckpointError, match=r"source/a: ends early: no data at byte \d+, .* size is now 5"):
         rewrite(job, tmp_path / "out", on_progress=progress)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-    assert threading.active_count() == 1
+    assert no_copy_threads()
 
 
 def test_source_cannot_be_read(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import fcntl
 import os
 import resource
 import stat
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ import pytest
 
 from kconvert.errors import OutputError, PreflightError, UsageError
 from kconvert.rewrite import LOCK_NAME, Extent, Job, OutputFile, check_output, copying, rewrite
-from tests.rewrite.conftest import Case
+from tests.rewrite.conftest import Case, no_copy_threads
 
 
 def names(folder: Path) -> list[str]:
@@ -322,7 +321,7 @@ def test_an_error_of_the_callback(
 
     with pytest.raises(error, match="stop"):
         rewrite(case.job, out, overwrite=True, on_progress=progress)
-    assert threading.active_count() == 1
+    assert no_copy_threads()
     assert names(out) == ["kconvert_manifest.json", "sub"]
     assert names(tmp_path) == ["out", "source"]
 

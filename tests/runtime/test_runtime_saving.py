@@ -18,6 +18,7 @@ from kconvert.names import is_own_name
 from kconvert.runtime import load_converted
 from tests.runtime.conftest import MakePair
 from tests.runtime.pairs import IDS, Pair, logits
+from tests.support import convert, qwen3_config, qwen3_tensors, write_checkpoint
 
 
 def saved_tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -39,6 +40,24 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 def scaled(state: dict[str, torch.Tensor], factor: float = 0.5) -> dict[str, torch.Tensor]:
     return {name: tensor * factor for name, tensor in state.items()}
+
+
+def test_a_packed_save_keeps_what_is_carried_along(tmp_path: Path) -> None:
+    """Tensors outside the model (MTP layers) are only in the directory that the model came from."""
+    extra = {"mtp.fc.weight": torch.randn(3, 5), "draft.scale": torch.tensor(3, dtype=torch.int32)}
+    source = write_checkpoint(tmp_path / "in", {**qwen3_tensors(), **extra}, qwen3_config())
+    model = load_converted(convert("qwen3", source, tmp_path / "out").output)
+    model.save_pretrained(tmp_path / "packed", variant="kconvert")
+    assert load_manifest(tmp_path / "packed").carried == ("draft.scale", "mtp.fc.weight")
+    found = saved_tensors(tmp_path / "packed")
+    assert_same({name: found[name] for name in extra}, extra)
+    again = load_converted(tmp_path / "packed")
+    assert torch.equal(logits(again, IDS % 10), logits(model, IDS % 10))
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(UsageError, match="would be lost"):
+        model.save_pretrained(tmp_path / "late", variant="kconvert")
+    assert not (tmp_path / "late").exists()
 
 
 # --- save_pretrained --------------------------------------------------------------------------------

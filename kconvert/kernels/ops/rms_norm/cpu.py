@@ -39,8 +39,10 @@ class CpuFusedRMSNorm(LayoutKernel):
     @staticmethod
     def forward(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         """`hidden_states` `[..., n]`, any float dtype; the result has the dtype that the stock forward gives."""
-        norm = cast("RMSNormLayout", module)
-        return rms_norm_cpu(hidden_states, cast("Any", norm).weight, norm.variant)
+        norm = cast("Any", module)
+        if hidden_states.dtype != norm.weight.dtype and not norm.variant.mixes:
+            return cast("torch.Tensor", norm.reference(hidden_states))
+        return rms_norm_cpu(hidden_states, norm.weight, norm.variant)
 
     @classmethod
     def supports(cls, module: nn.Module) -> str | None:

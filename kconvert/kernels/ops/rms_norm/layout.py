@@ -17,21 +17,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from kconvert.kernels.layout import Layout, other_inputs, stock_twin
+from kconvert.kernels.layout import Layout, other_inputs, stock_class_of, stock_twin
 from kconvert.kernels.ops.rms_norm.spec import SPEC
 
 __all__ = ["RMSNormLayout", "RMSNormVariant", "prove_variant", "rms_norm_formula"]
 
+# input and weight; the last pair is what autocast and float32 weights in a bfloat16 model lead to
+_DTYPE_PAIRS = (
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+)
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 
 
 @dataclass(frozen=True)
 class RMSNormVariant:
-    """What an RMSNorm instance computes.  `why_not` is set, and the rest meaningless, where that is unknown."""
+    """What an RMSNorm instance computes.  `why_not` is set, and the rest meaningless, where that is unknown.
+
+    `mixes` says whether it holds for an input and a weight of different dtypes too; T5's does not.
+    """
 
     eps: float = 0.0
     offset: float = 0.0
     cast_first: bool = True
+    mixes: bool = True
     why_not: str | None = None
 
 
@@ -118,6 +128,35 @@ def prove_variant(module: nn.Module) -> RMSNormVariant:
     inputs = other_inputs(module)
     if inputs is not None:
         return RMSNormVariant(why_not=inputs)
+    key = _plain_key(module)
+    if key is None:
+        return _find_variant(module, eps)
+    if key not in _PROVEN:
+        _PROVEN[key] = _find_variant(module, eps)
+    return _PROVEN[key]
+
+
+_PROVEN: dict[tuple[object, ...], RMSNormVariant] = {}
+
+
+def _plain_key(module: nn.Module) -> tuple[object, ...] | None:
+    """What the stock forward can depend on beside its weight, where that is plain values only; else None."""
+    known = vars(nn.Module())
+    own = {
+        name: value for name, value in vars(module).items() if name not in known and not name.startswith("kconvert_")
+    }
+    if any(value is not None and type(value) not in (bool, int, float, str) for value in own.values()):
+        return None
+    size = module.get_parameter("weight").shape[0]
+    return (
+        stock_class_of(module),
+        size,
+        module.training,
+        tuple(sorted((name, repr(value)) for name, value in own.items())),
+    )
+
+
+def _find_variant(module: nn.Module, eps: float) -> RMSNormVariant:
     size = module.get_parameter("weight").shape[0]
     with torch.device("cpu"), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
@@ -125,17 +164,18 @@ def prove_variant(module: nn.Module) -> RMSNormVariant:
         rows[::2] *= max(eps, 1e-12) ** 0.5
         weight = torch.randn(size, generator=generator)
         cases = []
-        for dtype in (torch.bfloat16, torch.float32):
-            twin = stock_twin(module, {"weight": nn.Parameter(weight.to(dtype))})
+        for x_dtype, w_dtype in _DTYPE_PAIRS:
+            twin = stock_twin(module, {"weight": nn.Parameter(weight.to(w_dtype))})
             try:
-                cases.append((rows.to(dtype), weight.to(dtype), twin(rows.to(dtype))))
+                cases.append((rows.to(x_dtype), weight.to(w_dtype), twin(rows.to(x_dtype))))
             except Exception as error:  # noqa: BLE001 - a norm with another signature, e.g. a gate
                 return RMSNormVariant(why_not=f"its forward does not take one tensor ({type(error).__name__})")
         for offset in (0.0, 1.0):
             for cast_first in (True, False):
-                if all(
+                *same, mixed = [
                     _same_bits(out, rms_norm_formula(x, w, eps=eps, offset=offset, cast_first=cast_first))
                     for x, w, out in cases
-                ):
-                    return RMSNormVariant(eps, offset, cast_first)
+                ]
+                if all(same):
+                    return RMSNormVariant(eps, offset, cast_first, mixes=mixed)
     return RMSNormVariant(why_not="its forward is no known RMSNorm variant")
