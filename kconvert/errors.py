@@ -19,6 +19,7 @@ __all__ = [
     "PatternError",
     "PreflightError",
     "RecipeError",
+    "RegistrationError",
     "TrustError",
     "UnknownKernelError",
     "UsageError",
@@ -107,6 +108,10 @@ class KernelUnavailableError(KernelRefusedError):
 
 class TrustError(KernelRefusedError):
     """Code that this machine was not told to trust, or whose digest has changed."""
+
+
+class RegistrationError(KconvertError, TypeError, ValueError):
+    """A kernel class that cannot be registered."""
 
 
 class InterruptedRunError(KconvertError, RuntimeError):

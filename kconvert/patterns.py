@@ -28,6 +28,11 @@ class NumberSet:
 
     ranges: tuple[tuple[int, int], ...]
 
+    @property
+    def size(self) -> int:
+        """How many numbers are in the set."""
+        return sum(high - low + 1 for low, high in self.ranges)
+
     def __contains__(self, segment: str) -> bool:
         if _NUMBER.fullmatch(segment) is None:
             return False

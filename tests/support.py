@@ -19,6 +19,7 @@ from safetensors import deserialize
 
 from kconvert.convert import ApplyResult, apply_recipe
 from kconvert.errors import KconvertError
+from kconvert.manifest import Manifest
 
 __all__ = [
     "LAYER_SHAPES",
@@ -26,6 +27,7 @@ __all__ = [
     "RawTensor",
     "check_refused",
     "convert",
+    "manifest_bytes",
     "qwen3_config",
     "qwen3_tensors",
     "raw",
@@ -208,6 +210,30 @@ def check_refused(
     assert "\n" not in text
     assert sorted(path.name for path in output.parent.iterdir()) == before
     return caught.value
+
+
+def manifest_bytes(*sidecars: str, written_by: str = "apply") -> bytes:
+    """A manifest that is whole and says nothing but which sidecars belong to the directory."""
+    return Manifest(
+        kconvert_version="0",
+        transformers_version="0",
+        model_type="",
+        architecture="",
+        config_digest="",
+        recipe_name="",
+        recipe_text="",
+        model_checked=False,
+        patches=(),
+        tensors=(),
+        carried=(),
+        omitted=(),
+        sidecars=sidecars,
+        weight_files=(),
+        source_files=(),
+        source_headers=None,
+        source_headers_digest=None,
+        written_by=written_by,
+    ).to_bytes()
 
 
 def write_recipe(path: Path, patches: str, *, model_type: str = "qwen3", name: str = "test") -> Path:

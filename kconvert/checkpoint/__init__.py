@@ -9,10 +9,12 @@ from kconvert.checkpoint.header import DTYPE_BITS, Header, TensorEntry, build_he
 from kconvert.checkpoint.index import Index, build_index, read_index
 from kconvert.checkpoint.reader import Checkpoint, SourceFile, SourceTensor, is_inside_hub_cache, open_checkpoint
 from kconvert.checkpoint.sidecars import Omitted, Sidecar, Sidecars, list_sidecars
+from kconvert.checkpoint.stamp import FileStamp, check_stamp
 
 __all__ = [
     "DTYPE_BITS",
     "Checkpoint",
+    "FileStamp",
     "Header",
     "Index",
     "Omitted",
@@ -23,6 +25,7 @@ __all__ = [
     "TensorEntry",
     "build_header",
     "build_index",
+    "check_stamp",
     "is_inside_hub_cache",
     "list_sidecars",
     "open_checkpoint",

@@ -18,6 +18,7 @@ from typing import Any
 
 from kconvert.checkpoint.header import Header, file_problem, parse_json_object, read_header
 from kconvert.checkpoint.index import Index, read_bounded, read_index
+from kconvert.checkpoint.stamp import FileStamp, check_stamp
 from kconvert.errors import CheckpointError
 from kconvert.names import (
     KERNELS_DIR,
@@ -52,6 +53,7 @@ class SourceFile:
     path: Path
     size_bytes: int
     header: Header
+    stamp: FileStamp
 
 
 @dataclass(frozen=True)
@@ -265,9 +267,14 @@ def _check_shards_exist(model_dir: Path, index: Index, index_path: Path) -> None
 
 def _open_file(model_dir: Path, name: str) -> SourceFile:
     path = model_dir / name
+    problem = file_problem(path)
+    if problem:
+        raise CheckpointError(problem, where=str(path), fix=_DOWNLOAD)
+    stamp = FileStamp.of(path)
     header = read_header(path)
+    check_stamp(stamp, path, path)
     end = max((tensor.offset + tensor.size_bytes for tensor in header.tensors), default=header.data_offset)
-    return SourceFile(name=name, path=path, size_bytes=end, header=header)
+    return SourceFile(name=name, path=path, size_bytes=end, header=header, stamp=stamp)
 
 
 def _collect_tensors(files: Sequence[SourceFile], model_dir: Path) -> Mapping[str, SourceTensor]:

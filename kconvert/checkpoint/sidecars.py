@@ -128,7 +128,8 @@ def _walk(model_dir: Path) -> Iterator[_Found]:
             name, path = folder.prefix + base, folder.path / base
             refusal = _refusal(path, folder, root, blobs)
             if refusal is not None:
-                yield _Found(name, path, refusal[0], refusal[1])
+                shown = name.encode("utf-8", "backslashreplace").decode()  # the file system allows any bytes
+                yield _Found(shown, path, refusal[0], refusal[1])
             elif path.is_dir():
                 chain = folder.real_chain | {os.path.realpath(path)}
                 todo.append(_Folder(f"{name}/", path, chain, folder.linked or path.is_symlink()))

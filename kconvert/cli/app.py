@@ -18,7 +18,7 @@ from kconvert.cli.output import note, print_json, warn
 from kconvert.cli.plan import plan_command
 from kconvert.errors import InterruptedRunError, KconvertError
 
-__all__ = ["app", "main"]
+__all__ = ["app", "run"]
 
 EXIT_CODES = """\
 Exit codes: 0 ok; 1 unexpected; 2 usage, or the output equals or lies inside the source; 3 recipe (unknown
@@ -54,12 +54,9 @@ def _root(
         raise typer.Exit(2)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code; never raises and never prints a traceback.
-
-    `KCONVERT_TRACEBACK=1` in the environment shows the traceback of an unexpected error.
-    """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def run(argv: Sequence[str]) -> int:
+    """Run the command line with these arguments, print what goes wrong, and return the exit code."""
+    arguments = list(argv)
     shown = warnings.showwarning
     warnings.showwarning = _show_warning
     try:

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from kconvert.cli.backends import prepare_torch
 from kconvert.cli.options import Json, ModelDir, NoModelCheck, RecipeName, TrustRemoteCode
-from kconvert.cli.output import format_bytes, note, print_json, print_text, warn
+from kconvert.cli.output import foreign_output_apart, format_bytes, note, print_json, print_text, warn
 from kconvert.cli.plan import show_plan
 from kconvert.convert import ApplyResult, Prepared, apply_recipe, default_output, prepare
 from kconvert.rewrite import Job, check_output
@@ -32,21 +33,25 @@ def apply_command(
     json: Json = False,
 ) -> None:
     """Convert a checkpoint; the source is not changed."""
+    if not no_model_check:
+        prepare_torch()
     if dry_run:
         target = output if output is not None else default_output(model_dir)
         check_output(target, source=model_dir, overwrite=overwrite)
-        prepared = prepare(recipe, model_dir, model_check=not no_model_check, trust_remote_code=trust_remote_code)
+        with foreign_output_apart():
+            prepared = prepare(recipe, model_dir, model_check=not no_model_check, trust_remote_code=trust_remote_code)
         show_plan(prepared, as_json=json)
         return
-    result = apply_recipe(
-        recipe,
-        model_dir,
-        output,
-        overwrite=overwrite,
-        model_check=not no_model_check,
-        trust_remote_code=trust_remote_code,
-        on_prepared=_announce,
-    )
+    with foreign_output_apart():
+        result = apply_recipe(
+            recipe,
+            model_dir,
+            output,
+            overwrite=overwrite,
+            model_check=not no_model_check,
+            trust_remote_code=trust_remote_code,
+            on_prepared=_announce,
+        )
     if json:
         print_json(_result_value(result))
         return

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from kconvert.cli.backends import prepare_torch
 from kconvert.cli.options import Json
-from kconvert.cli.output import note, print_json, print_table
+from kconvert.cli.output import foreign_output_apart, note, print_json, print_table
 from kconvert.errors import UsageError
 from kconvert.kernels.base import DeviceType, LayoutKernel
 from kconvert.kernels.registry import Registry, check_deps_reason, kernel_entry_points
@@ -27,7 +28,10 @@ def list_kernels_command(
     known = [kind.value for kind in DeviceType]
     if device is not None and device not in known:
         raise UsageError(f"unknown device {device!r}", fix=f"one of {', '.join(known)}")
-    rows = [row for row in (_declared() if no_probe else _probed()) if device in (None, row["device"])]
+    if not no_probe:
+        prepare_torch()
+    with foreign_output_apart():
+        rows = [row for row in (_declared() if no_probe else _probed()) if device in (None, row["device"])]
     if json:
         print_json(rows)
         return
@@ -35,6 +39,7 @@ def list_kernels_command(
         "Kernels",
         ("id", "device", "layout", "runs here"),
         [(row["id"], row["device"], row["layout"] or "-", _verdict(row)) for row in rows],
+        whole=("id", "device", "layout"),
     )
     if no_probe and kernel_entry_points():
         names = ", ".join(point.name for point in kernel_entry_points())

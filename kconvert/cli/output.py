@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["format_bytes", "note", "print_json", "print_table", "print_text", "warn"]
+__all__ = ["foreign_output_apart", "format_bytes", "note", "print_json", "print_table", "print_text", "warn"]
+
+
+def foreign_output_apart() -> contextlib.AbstractContextManager[object]:
+    """While code that is not ours runs (kernel packages, model classes), what it prints goes to stderr."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 def note(message: str) -> None:
@@ -35,13 +41,18 @@ def print_text(text: str) -> None:
 
 
 def print_table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    whole: Sequence[str] = (),
 ) -> None:
-    """A table on stdout; long cells are folded, never cut."""
+    """A table on stdout.  Cells are folded, never cut; those of columns named in `right` and `whole` stay on one line."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         justify = "right" if column in right else "left"
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=column in right)  # type: ignore[arg-type]
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column in (*right, *whole))  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*row)
     Console(file=sys.stdout, markup=False, highlight=False, emoji=False).print(table)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
+from kconvert.cli.backends import prepare_torch
 from kconvert.cli.options import Json, ModelDir, NoModelCheck, RecipeName, TrustRemoteCode
-from kconvert.cli.output import format_bytes, print_json, print_table, print_text, warn
+from kconvert.cli.output import foreign_output_apart, format_bytes, print_json, print_table, print_text, warn
 from kconvert.convert import Prepared, prepare
 from kconvert.plan import explain_plan
 
@@ -20,7 +23,10 @@ def plan_command(
     json: Json = False,
 ) -> None:
     """Show what `apply` would do; writes nothing."""
-    prepared = prepare(recipe, model_dir, model_check=not no_model_check, trust_remote_code=trust_remote_code)
+    if not no_model_check:
+        prepare_torch()
+    with foreign_output_apart():
+        prepared = prepare(recipe, model_dir, model_check=not no_model_check, trust_remote_code=trust_remote_code)
     show_plan(prepared, as_json=json)
 
 
@@ -33,6 +39,10 @@ def show_plan(prepared: Prepared, *, as_json: bool) -> None:
         print_json(value)
         return
     print_table("Patches", ("path", "class", "layout", "modules"), list(_patch_rows(value)), right=("modules",))
+    print_text("Matched")
+    for line in _trace_lines(value):
+        print_text(f"  {line}")
+    print_text("")
     print_text("Tensors")
     for line in _tensor_lines(value):
         print_text(f"  {line}")
@@ -66,6 +76,46 @@ def _patch_rows(value: dict[str, Any]) -> list[tuple[str, ...]]:
         for patch in value["patches"]
         for pattern in patch["patterns"]
     ]
+
+
+def _trace_lines(value: dict[str, Any]) -> list[str]:
+    """For each patch its place in the recipe and its kernels, then every module that each pattern took."""
+    lines = []
+    for patch in value["patches"]:
+        lines.append(f"{Path(patch['where']).name}  {patch['layout']}")
+        for pattern in patch["patterns"]:
+            lines += [f"    {pattern['class']} at {path}" for path in _braced(pattern["matched"])]
+        lines += wrap(f"kernels: {', '.join(patch['kernels'])}", 76, initial_indent="    ", subsequent_indent="      ")
+    return lines
+
+
+def _braced(paths: list[str]) -> list[str]:
+    """Paths with their numbers as sets, `model.layers.{0-3,7}.mlp`, in the notation of patterns.
+
+    Paths are joined where they differ in the first number only.
+    """
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for path in paths:
+        parts = path.split(".")
+        places = [place for place, part in enumerate(parts) if part.isdecimal()]
+        if not places:
+            groups.setdefault(tuple(parts), [])
+            continue
+        place = places[0]
+        key = (*parts[:place], "", *parts[place + 1 :])
+        groups.setdefault(key, []).append(int(parts[place]))
+    return [".".join(part or f"{{{_ranges(numbers)}}}" for part in key) for key, numbers in groups.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`[0, 1, 2, 5]` as `0-2,5`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
 def _starred(name: str) -> str:

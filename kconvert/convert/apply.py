@@ -97,18 +97,22 @@ def build_job(prepared: Prepared) -> Job:
     """Output files as extents, sidecars and packages as copies; index, source headers and manifest last."""
     paths = {file.name: file.path for file in prepared.checkpoint.files}
     files = tuple(_output_file(shard, paths) for shard in prepared.plan.shards)
-    copies = [Copy(item.name, item.path, item.size_bytes) for item in prepared.sidecars.copied]
+    copies = [
+        Copy(item.name, item.path, item.size_bytes) for item in prepared.sidecars.copied if item.name != "config.json"
+    ]
     packages = {package.copy.digest: package.copy for package in prepared.resolved.packages.values()}
     for package in packages.values():
         for name in package.files:
             path = package.path / name
             copies.append(Copy(f"{KERNELS_DIR}/{package.folder}/{name}", path, path.stat().st_size))
-    final = [(SOURCE_HEADERS_NAME, prepared.headers), (MANIFEST_NAME, prepared.manifest.to_bytes())]
+    final = [("config.json", prepared.checkpoint.config_bytes)]  # what was checked, whatever the file holds by now
+    final += [(SOURCE_HEADERS_NAME, prepared.headers), (MANIFEST_NAME, prepared.manifest.to_bytes())]
     if [file.name for file in files] != [SINGLE_NAME]:
         weight_map = {step.target: shard.name for shard in prepared.plan.shards for step in shard.steps}
         total = sum(step.size_bytes for step in prepared.plan.steps)
-        final.insert(0, (INDEX_NAME, build_index(weight_map, total).encode()))
-    return Job(files, tuple(copies), tuple(final))
+        final.insert(1, (INDEX_NAME, build_index(weight_map, total).encode()))
+    stamps = {file.path: file.stamp for file in prepared.checkpoint.files}
+    return Job(files, tuple(copies), tuple(final), stamps)
 
 
 def _output_file(shard: OutputShard, paths: dict[str, Path]) -> OutputFile:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kconvert.checkpoint import Checkpoint, Sidecars, list_sidecars, open_checkpoint
 from kconvert.convert.mapped_types import check_unmapped
 from kconvert.convert.record import build_manifest, source_headers
 from kconvert.convert.resolve import ResolvedRecipe, resolve_recipe
-from kconvert.errors import RecipeError
+from kconvert.errors import CheckpointError, RecipeError
 from kconvert.manifest import Manifest
 from kconvert.plan import Plan, build_plan
 from kconvert.recipe import Recipe, find_recipe, load_recipe
@@ -51,6 +52,13 @@ def prepare(
     recipe = load_recipe(find_recipe(recipe_name))
     checkpoint = open_checkpoint(model_dir)
     warnings = checkpoint.warnings
+    if checkpoint.model_type is None or not checkpoint.architectures:
+        lacking = "model_type" if checkpoint.model_type is None else "architectures"
+        raise CheckpointError(
+            f"config.json names no {lacking}",
+            where=str(model_dir),
+            fix="take config.json from the model's own repository",
+        )
     if checkpoint.model_type not in recipe.model_type:
         raise RecipeError(
             f"recipe {recipe.name!r} is for model type {', '.join(recipe.model_type)}, {model_dir} is {checkpoint.model_type}",
@@ -59,11 +67,17 @@ def prepare(
         )
     resolved = resolve_recipe(recipe, trust_remote_code=trust_remote_code)
     if model_check:
-        from kconvert.convert.structure import build_stock_model, check_packed_model
+        from kconvert.convert.structure import build_stock_model, check_fit, check_packed_model
 
         stock = build_stock_model(checkpoint)
         warnings += stock.warnings
-        plan = build_plan(checkpoint, resolved.entries, module_names=stock.module_names, classes=stock.classes)
+        plan = build_plan(
+            checkpoint,
+            resolved.entries,
+            module_names=stock.module_names,
+            classes=stock.classes,
+            check_claims=partial(check_fit, stock, resolved.entries),
+        )
     else:
         check_unmapped(str(checkpoint.model_type), model_dir)
         plan = build_plan(checkpoint, resolved.entries)

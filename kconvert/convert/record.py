@@ -77,6 +77,7 @@ def build_manifest(checkpoint: Checkpoint, recipe: Recipe, plan: Plan, sidecars:
         ),
         source_headers=SOURCE_HEADERS_NAME,
         source_headers_digest=sha256_digest(headers),
+        written_by="apply",
     )
 
 

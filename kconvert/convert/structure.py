@@ -8,7 +8,7 @@ what will be written.  Fusions are proven by watching one forward.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,15 +18,16 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from kconvert.checkpoint import Checkpoint
 from kconvert.convert.resolve import ResolvedRecipe
-from kconvert.errors import CheckpointError, RecipeError
+from kconvert.errors import CheckpointError, RecipeError, TrustError
+from kconvert.kernels.assign import load_layout
 from kconvert.kernels.dataflow import check_chains
 from kconvert.kernels.model import converted_class
 from kconvert.manifest import Manifest
-from kconvert.plan import Plan
+from kconvert.plan import Claim, Entry, Plan
 from kconvert.runtime.modelclass import build_meta_model, load_config, model_class
 from kconvert.runtime.patching import PatchedOnInit, PatchJob, ResolvedPatch, packings_of, patching, resolve_layout
 
-__all__ = ["StockModel", "build_stock_model", "check_packed_model"]
+__all__ = ["StockModel", "build_stock_model", "check_fit", "check_packed_model"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,14 @@ def build_stock_model(checkpoint: Checkpoint) -> StockModel:
         TrustError: the class is defined by code in the directory, which is never run here.
     """
     directory = checkpoint.model_dir
-    cls = model_class(directory, checkpoint.config)
+    try:
+        cls = model_class(directory, checkpoint.config)
+    except TrustError as error:
+        raise TrustError(
+            error.what,
+            where=error.where,
+            fix="it is never run here: convert with --no-model-check, names are checked at load",
+        ) from error
     try:
         config = load_config(directory, cls, checkpoint.config)
         model = build_meta_model(cls, config)
@@ -97,6 +105,24 @@ def _module_names(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
     return names
 
 
+def check_fit(stock: StockModel, entries: Sequence[Entry], claims: Sequence[Claim]) -> None:
+    """Refuse modules whose structure is not what the entry's built-in layout packs.
+
+    Raises:
+        RecipeError: naming the module and what is wrong with it.
+    """
+    for claim in claims:
+        entry = entries[claim.entry]
+        layout = None if entry.layout.package is not None else load_layout(entry.layout.name)
+        reason = None if layout is None else layout.unfit([stock.model.get_submodule(path) for path in claim.paths])
+        if reason is not None:
+            raise RecipeError(
+                f"layout {entry.layout.name!r} does not fit {' and '.join(map(repr, claim.paths))}: {reason}",
+                where=entry.where,
+                fix="use a kernel for this kind of module, or narrow the path",
+            )
+
+
 def check_packed_model(
     checkpoint: Checkpoint, stock: StockModel, plan: Plan, manifest: Manifest, resolved: ResolvedRecipe
 ) -> Manifest:
@@ -108,6 +134,7 @@ def check_packed_model(
     """
     _check_fusions(stock, plan)
     _check_float32_lists(stock.model, plan)
+    _check_source_shapes(checkpoint, stock.model, plan)
     packed, patches = _build_packed(stock, manifest, resolved)
     _check_initialisation(stock, packed, resolved)
     records = tuple(
@@ -131,6 +158,20 @@ def _check_fusions(stock: StockModel, plan: Plan) -> None:
                 where=plan.entries[claim.entry].where,
                 fix="patch the modules one by one with replace:",
             )
+
+
+def _check_source_shapes(checkpoint: Checkpoint, model: Any, plan: Plan) -> None:
+    """What goes into the layouts has to have the shapes of the stock parameters, each part for itself."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for step in plan.steps:
+        for part in step.parts if step.entry is not None else ():
+            found = step.shape and (*step.shape[: step.axis], part.rows, *step.shape[step.axis + 1 :])
+            if shapes.get(part.source, found) != found:
+                raise CheckpointError(
+                    f"{part.source!r} is {list(found)} in the checkpoint and {list(shapes[part.source])} in the model",
+                    where=str(checkpoint.model_dir),
+                    fix="check config.json",
+                )
 
 
 def _check_float32_lists(model: Any, plan: Plan) -> None:

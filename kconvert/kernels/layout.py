@@ -109,12 +109,34 @@ class LinearView:
         return view
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden @ weight.T + bias`; where accelerate offloads the packed projection, its hook brings it."""
+        """`hidden @ weight.T + bias`.
+
+        A packed projection that is more than a plain linear layer (an adapter around it, hooks) is called whole,
+        and its rows are taken from the result; where accelerate offloads it, its hook brings the weights.
+        """
         hook = getattr(self._packed, "_hf_hook", None)
+        if not _is_plain(self._packed, offloaded=hook is not None):
+            return cast("torch.Tensor", self._packed(hidden)).narrow(-1, self._start, self._rows)
         if hook is None:
             return F.linear(hidden, self.weight, self.bias)
         (moved,), _ = hook.pre_forward(self._packed, hidden)
         return cast("torch.Tensor", hook.post_forward(self._packed, F.linear(moved, self.weight, self.bias)))
+
+
+def _is_plain(linear: nn.Module, *, offloaded: bool) -> bool:
+    """Whether calling it is `F.linear` on its weight; accelerate gives an offloaded one a forward of its own.
+
+    Where accelerate has taken that back, the instance keeps the forward of its class as an attribute.
+    """
+    own = linear.__dict__.get("forward")
+    is_own_forward = own is not None and getattr(own, "__func__", None) is not nn.Linear.forward and not offloaded
+    hooks = (
+        linear._forward_hooks,
+        linear._forward_pre_hooks,
+        linear._backward_hooks,
+        linear._backward_pre_hooks,
+    )
+    return type(linear) is nn.Linear and not any(hooks) and not is_own_forward
 
 
 _CLASSES: dict[tuple[type, ...], type[nn.Module]] = {}

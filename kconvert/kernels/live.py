@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from kconvert.errors import KernelUnavailableError, UsageError
 from kconvert.kernels.assign import assign_kernels
@@ -30,6 +32,8 @@ __all__ = ["apply_default_kernels", "apply_kernel", "apply_layout_kernel", "plac
 
 def apply_kernel(kernel_id: str, **kwargs: Any) -> Any:
     """Put one kernel into a live model and return the model, which is changed in place.
+
+    Packed parameters are new ones: make the optimizer afterwards.
 
     Args:
         kernel_id: e.g. `cpu_fused_swiglu`.
@@ -96,14 +100,27 @@ class _NothingPatchedWarning(UserWarning):
 
 def apply_layout_kernel(kernel: type[LayoutKernel], model: Any) -> Any:
     """Patch every module of `model` that qualifies for the kernel's layout, and let the kernel run there."""
+    is_wrapper = not isinstance(model, PreTrainedModel) and (
+        not isinstance(model, nn.Module) or any(isinstance(inner, PreTrainedModel) for inner in model.modules())
+    )
+    if is_wrapper:
+        raise UsageError(
+            f"model is a {type(model).__name__}, no transformers model",
+            fix="patch the model itself, before PEFT, torch.compile or another wrapper goes around it",
+        )
     layout = kernel.layout
     refused: list[str] = []
+    shared = _shared_parameters(model)
     patched = [
         path for path, module in model.named_modules() if getattr(module, "kconvert_layout", None) == layout.spec.name
     ]
     fresh: list[tuple[str, ...]] = []
     for paths in _candidates(layout, model):
-        reason = _refusal(layout, [model.get_submodule(path) for path in paths])
+        modules = [model.get_submodule(path) for path in paths]
+        if any(id(weight) in shared for module in modules for weight in module.parameters()):
+            reason: str | None = "shares parameters with another module"
+        else:
+            reason = _refusal(kernel, modules)
         if reason is None:
             fresh.append(paths)
         else:
@@ -123,6 +140,12 @@ def apply_layout_kernel(kernel: type[LayoutKernel], model: Any) -> Any:
         assign_kernels(module, layout, module.__dict__["kconvert_named"], origin="call", with_defaults=False)
     adopt_model(model, packings)
     return model
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    """Parameters that stand in the model more than once: packing one place would untie them."""
+    counts = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    return {key for key, count in counts.items() if count > 1}
 
 
 def _candidates(layout: type[Layout], model: nn.Module) -> Iterator[tuple[str, ...]]:
@@ -158,8 +181,15 @@ def _meta_twin(model: Any) -> nn.Module:
         return cast("nn.Module", stock(config))
 
 
-def _refusal(layout: type[Layout], modules: list[nn.Module]) -> str | None:
-    """Why the modules must be left alone, or None: the reference, on a copy, has to give the stock bits."""
+def _refusal(kernel: type[LayoutKernel], modules: list[nn.Module]) -> str | None:
+    """Why the modules must be left alone, or None.
+
+    On a copy, the layout's reference has to give the stock bits, and the kernel has to compute this forward.
+    """
+    if kernel.layout.spec.changes_parameters:
+        reason = _lost_by_packing(modules)
+        if reason is not None:
+            return reason
     parameter = next(modules[0].parameters(), None)
     if parameter is None or any(weight.is_meta for module in modules for weight in module.parameters()):
         return "has parameters that are not in memory"
@@ -173,10 +203,22 @@ def _refusal(layout: type[Layout], modules: list[nn.Module]) -> str | None:
                 expected = module(expected)
         except Exception as error:  # noqa: BLE001 - foreign forward: another signature means it does not qualify
             return f"does not take one tensor ({type(error).__name__})"
-        packed = cast("Any", layout.patch([copy.deepcopy(module) for module in modules]))
+        packed = cast("Any", kernel.layout.patch([copy.deepcopy(module) for module in modules]))
         found = packed.reference(hidden)
     if not isinstance(expected, torch.Tensor) or not torch.equal(expected, found):
         return "has a forward that the packed reference does not reproduce bit for bit"
+    unsupported = kernel.supports(packed)
+    return None if unsupported is None else f"is not for the kernel: {unsupported}"
+
+
+def _lost_by_packing(modules: list[nn.Module]) -> str | None:
+    """What of these modules would silently go when their parameters are packed."""
+    for child in (child for module in modules for child in module.modules() if child is not module):
+        if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+            return "has hooks on its parts"
+    weights = [weight for module in modules for weight in module.parameters()]
+    if any(weight.grad is not None or weight._backward_hooks for weight in weights):
+        return "has gradients or hooks on its parameters; patch before training"
     return None
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from kconvert.errors import UsageError
 from kconvert.kernels.packing import Packing, pack_on_load, unpack_state
 from kconvert.kernels.report import Report, build_report
-from kconvert.names import VARIANT
+from kconvert.names import MANIFEST_NAME, VARIANT
 
 __all__ = ["ConvertedModel", "adopt_model", "converted_class"]
 
@@ -26,7 +26,7 @@ __all__ = ["ConvertedModel", "adopt_model", "converted_class"]
 class ConvertedModel:
     """Mixin put before a `PreTrainedModel` class."""
 
-    kconvert_packings: tuple[Packing, ...]
+    kconvert_packings: tuple[Packing, ...] = ()
 
     @property
     def kconvert_report(self) -> Report:
@@ -44,6 +44,11 @@ class ConvertedModel:
 
         With `variant="kconvert"` a model that came from `load_converted` is saved packed, with its manifest.
         """
+        if kwargs.get("variant") != VARIANT and (Path(save_directory) / MANIFEST_NAME).exists():
+            raise UsageError(
+                f"{save_directory} holds a converted checkpoint, which stock weights beside it would contradict",
+                fix=f"save to another directory, or packed with variant={VARIANT!r}",
+            )
         state = self._whole_state(state_dict)
         if kwargs.get("variant") == VARIANT:
             return self._save_packed(save_directory, is_main_process, state, kwargs)
@@ -133,10 +138,20 @@ def _rebuild(bases: tuple[type, ...]) -> Any:
 
 
 def adopt_model(model: Any, packings: Iterable[Packing]) -> None:
-    """Make a live model a converted one, or add packings to one that is."""
-    if not isinstance(model, ConvertedModel):
-        model.__class__ = converted_class(ConvertedModel, type(model))
-    if "kconvert_packings" not in model.__dict__:
-        model.kconvert_packings = ()
-        model.register_load_state_dict_pre_hook(pack_on_load)
-    model.kconvert_packings = (*model.kconvert_packings, *packings)
+    """Make a live model a converted one, or add packings to one that is.
+
+    So does every transformers model inside it that holds a packed module: `model.model.save_pretrained` must
+    not write packed names either.
+    """
+    added = tuple(packings)
+    for path, inner in list(model.named_modules()):
+        prefix = f"{path}." if path else ""
+        here = tuple(packing.below(prefix) for packing in added if packing.target.startswith(prefix))
+        if path and not (here and hasattr(inner, "save_pretrained")):
+            continue
+        if not isinstance(inner, ConvertedModel):
+            inner.__class__ = converted_class(ConvertedModel, type(inner))
+        if "kconvert_packings" not in inner.__dict__:
+            inner.kconvert_packings = ()
+            inner.register_load_state_dict_pre_hook(pack_on_load)
+        inner.kconvert_packings = (*inner.kconvert_packings, *here)

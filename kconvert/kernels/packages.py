@@ -14,14 +14,17 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from kconvert.errors import KernelRefusedError, RecipeError, TrustError
+from kconvert.names import unsafe_name_reason
 
 __all__ = ["PackageClasses", "PackageCopy", "check_trust", "copy_package", "import_package"]
 
@@ -64,6 +67,9 @@ def _listed_files(directory: Path, package_id: str) -> list[str]:
             raise KernelRefusedError(
                 f"kernel package {package_id!r} holds a link, {name}", fix="replace it by the file"
             )
+        if unsafe_name_reason(name):
+            shown = name.encode("utf-8", "backslashreplace").decode()
+            raise KernelRefusedError(f"kernel package {package_id!r} holds a file named {shown!r}", fix="rename it")
         if path.is_dir():
             continue
         if not path.is_file():
@@ -154,25 +160,26 @@ def _import(package: PackageCopy) -> ModuleType:
     name = f"kconvert_package_{package.folder[:24]}"
     if name in sys.modules:
         return sys.modules[name]
-    init = package.path / "__init__.py"
-    layers = package.path / "layers.py"
-    entry = init if init.is_file() else layers
-    if not entry.is_file():
+    init, layers = package.path / "__init__.py", package.path / "layers.py"
+    if not (init.is_file() or layers.is_file()):
+        inner = sorted(Path(file).parent.as_posix() for file in package.files if Path(file).name == "layers.py")
         raise RecipeError(
             f"kernel package {package.package_id!r} has neither __init__.py nor layers.py",
-            fix="put both classes into layers.py",
+            fix=f"name the folder that has them, {inner[0]}" if inner else "put both classes into layers.py",
         )
-    spec = spec_from_file_location(
-        name, entry, submodule_search_locations=[str(package.path)] if entry is init else None
-    )
-    if spec is None or spec.loader is None:
-        raise KernelRefusedError(f"kernel package {package.package_id!r} cannot be imported from {entry.name}")
+    # a package in any case, so that layers.py can import its neighbours
+    spec = ModuleSpec(name, None, is_package=True)
+    if init.is_file():
+        spec = cast("ModuleSpec", spec_from_file_location(name, init, submodule_search_locations=[str(package.path)]))
+    else:
+        spec.submodule_search_locations = [str(package.path)]
     module = module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-        if entry is init and layers.is_file():
-            __import__(f"{name}.layers")
+        if spec.loader is not None:
+            spec.loader.exec_module(module)
+        if layers.is_file():
+            import_module(f"{name}.layers")
     except BaseException as error:
         for loaded in [key for key in sys.modules if key == name or key.startswith(f"{name}.")]:
             del sys.modules[loaded]

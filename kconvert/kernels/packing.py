@@ -6,14 +6,17 @@ the bound rules of a live model; both directions below follow it and nothing els
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-__all__ = ["Packing", "pack_on_load", "unpack_state"]
+from kconvert.errors import UsageError
+
+__all__ = ["Packing", "pack_on_load", "pack_state", "unpack_state"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,11 @@ class Packing:
     target: str
     axis: int
     parts: tuple[tuple[str, int], ...]
+
+    def below(self, prefix: str) -> Packing:
+        """The same with names relative to the module at `prefix` (empty, or ending in a dot)."""
+        parts = tuple((name.removeprefix(prefix), rows) for name, rows in self.parts)
+        return Packing(self.target.removeprefix(prefix), self.axis, parts)
 
     @property
     def is_identity(self) -> bool:
@@ -43,33 +51,99 @@ def unpack_state(packings: Iterable[Packing], state: Mapping[str, torch.Tensor])
         if len(packing.parts) == 1:
             unpacked[packing.parts[0][0]] = tensor
             continue
-        start = 0
-        for name, rows in packing.parts:
-            unpacked[name] = tensor.narrow(packing.axis, start, rows).clone()
-            start += rows
+        for (name, _), place in zip(packing.parts, _places(packing), strict=True):
+            unpacked[name] = tensor.narrow(packing.axis, *place).clone()
     return unpacked
+
+
+def _parents(name: str) -> Iterator[str]:
+    """The module paths above a tensor, the innermost first."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _refuse_adapters(packings: Iterable[Packing], state: Mapping[str, Any], prefix: str) -> None:
+    """Refuse weights that an adapter library means for a projection that is packed here.
+
+    It finds no module of that name, says nothing, and would apply the rest of the adapter.
+
+    Raises:
+        UsageError: naming the projection.
+    """
+    known = {f"{prefix}{name}" for packing in packings for name, _ in packing.parts if not packing.is_identity}
+    here = {path for packing in packings for path in _parents(f"{prefix}{packing.target}")}
+    modules = {name.rpartition(".")[0] for name in known} - here
+    for key in state.keys() - known:
+        for above in _parents(key):
+            if above in modules:
+                raise UsageError(
+                    f"{key!r} is for {above!r}, which is packed in this model",
+                    fix="merge the adapter into the stock model first, and convert the result",
+                )
 
 
 def pack_on_load(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
     """`load_state_dict` pre-hook of a converted model: accept stock names beside packed ones.
 
     A group that is only partly there (one shard of a Trainer checkpoint) is copied into its rows at once.
+
+    Raises:
+        UsageError: the state holds an adapter's weights for a projection that is packed, or another shape.
     """
     packings = cast("tuple[Packing, ...]", module.kconvert_packings)
+    _refuse_adapters(packings, state, prefix)
     for packing in packings:
         names = [f"{prefix}{name}" for name, _ in packing.parts]
-        present = [name for name in names if name in state]
         target = f"{prefix}{packing.target}"
+        present = [name for name in names if name in state]
         if packing.is_identity or not present or target in state:
             continue
+        parameter = module.get_parameter(packing.target)
+        places = dict(zip(names, _places(packing), strict=True))
+        for name in present:
+            expected = _part_shape(parameter, packing.axis, places[name][1])
+            if state[name].shape != expected:
+                raise UsageError(
+                    f"size mismatch: {name!r} is {list(state[name].shape)}, the model has {list(expected)}",
+                    fix="load the state of a model of this config",
+                )
         if len(present) == len(names):
             tensors = [state.pop(name) for name in names]
             state[target] = tensors[0] if len(tensors) == 1 else torch.cat(tensors, packing.axis)
             continue
-        parameter = module.get_parameter(packing.target)
-        start = 0
-        for name, (_, rows) in zip(names, packing.parts, strict=True):
-            if name in state:
-                with torch.no_grad():
-                    parameter.narrow(packing.axis, start, rows).copy_(state.pop(name))
-            start += rows
+        for name in present:
+            with torch.no_grad():
+                parameter.narrow(packing.axis, *places[name]).copy_(state.pop(name))
+
+
+def pack_state(packings: Iterable[Packing], state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`state` with stock names packed; the inverse of `unpack_state`.
+
+    Raises:
+        UsageError: a group is there in part.
+    """
+    packed = dict(state)
+    for packing in packings:
+        names = [name for name, _ in packing.parts]
+        present = [name for name in names if name in packed]
+        if packing.is_identity or not present or packing.target in packed:
+            continue
+        if len(present) < len(names):
+            raise UsageError(f"the state has {present[0]!r} and not all of {names}", fix="pass the whole state dict")
+        tensors = [packed.pop(name) for name in names]
+        packed[packing.target] = tensors[0] if len(tensors) == 1 else torch.cat(tensors, packing.axis)
+    return packed
+
+
+def _places(packing: Packing) -> list[tuple[int, int]]:
+    """(start, rows) of each part."""
+    starts = accumulate((rows for _, rows in packing.parts), initial=0)
+    return [(start, rows) for start, (_, rows) in zip(starts, packing.parts, strict=False)]
+
+
+def _part_shape(tensor: torch.Tensor, axis: int, rows: int) -> torch.Size:
+    shape = list(tensor.shape)
+    if shape:
+        shape[axis] = rows
+    return torch.Size(shape)

@@ -17,7 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from threading import RLock
 from typing import ClassVar, TypeVar
 
-from kconvert.errors import UnknownKernelError, UsageError
+from kconvert.errors import KernelUnavailableError, RegistrationError, UnknownKernelError, UsageError
 from kconvert.kernels.base import BaseKernel, DeviceType
 from kconvert.kernels.device import current_accelerator
 from kconvert.names import near_misses
@@ -52,26 +52,30 @@ class Registry:
 
     _kernels: ClassVar[dict[str, type[BaseKernel]]] = {}
     _scanned: ClassVar[set[str]] = set()
+    _torch_failure: ClassVar[str | None] = None
 
     @classmethod
     def register(cls, kernel: type[BaseKernel]) -> None:
         """Add a kernel.
 
         Raises:
-            TypeError: not a subclass of `BaseKernel`.
-            ValueError: `_kernel_id` or `_device` is missing or malformed, or the ID is taken.
+            RegistrationError: (a `TypeError` and a `ValueError`) not a subclass of `BaseKernel`, `_kernel_id` or
+                `_device` is missing or malformed, or the ID is taken.
         """
         if not (isinstance(kernel, type) and issubclass(kernel, BaseKernel)):
-            raise TypeError(f"{kernel!r} is not a subclass of BaseKernel")
+            raise RegistrationError(f"{kernel!r} is not a subclass of BaseKernel", fix="derive it from BaseKernel")
         kernel_id, device = getattr(kernel, "_kernel_id", None), getattr(kernel, "_device", None)
         if not isinstance(kernel_id, str) or not kernel_id:
-            raise ValueError(f"kernel {kernel.__name__} has no _kernel_id")
+            raise RegistrationError(f"kernel {kernel.__name__} has no _kernel_id", fix="set it to a string")
         if not isinstance(device, DeviceType):
-            raise ValueError(f"kernel {kernel_id!r} has no _device of type DeviceType: {device!r}")
+            raise RegistrationError(f"kernel {kernel_id!r} has _device {device!r}", fix="set it to a DeviceType")
         with _LOCK:
             if kernel_id in cls._kernels:
                 taken = cls._kernels[kernel_id]
-                raise ValueError(f"kernel ID {kernel_id!r} is taken by {taken.__module__}.{taken.__qualname__}")
+                raise RegistrationError(
+                    f"kernel ID {kernel_id!r} is taken by {taken.__module__}.{taken.__qualname__}",
+                    fix="choose another ID",
+                )
             cls._kernels[kernel_id] = kernel
 
     @classmethod
@@ -110,6 +114,26 @@ def _module_names() -> Iterator[str]:
         yield point.module
 
 
+def _check_torch() -> None:
+    """Import torch once, before any kernel file does: a second try after a failed one can crash the interpreter.
+
+    Raises:
+        KernelUnavailableError: torch does not import.
+    """
+    if "torch" in sys.modules:
+        return
+    if Registry._torch_failure is None:
+        try:
+            import_module("torch")
+            return
+        except Exception as error:  # noqa: BLE001 - a broken backend that torch loads raises what it likes
+            Registry._torch_failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    raise KernelUnavailableError(
+        f"torch does not import ({Registry._torch_failure})",
+        fix="where a backend such as torch_npu is to blame, set TORCH_DEVICE_BACKEND_AUTOLOAD=0 or uninstall it",
+    )
+
+
 def scan_all_kernels() -> tuple[ScanFailure, ...]:
     """Import every kernel module there is; already imported ones cost nothing.
 
@@ -117,6 +141,7 @@ def scan_all_kernels() -> tuple[ScanFailure, ...]:
         The modules that failed, which are also warned of.  What such a module had registered is taken back.
     """
     failures = []
+    _check_torch()
     with _LOCK:
         for name in _module_names():
             if name in Registry._scanned:
@@ -125,7 +150,7 @@ def scan_all_kernels() -> tuple[ScanFailure, ...]:
             try:
                 import_module(name)
                 Registry._scanned.add(name)
-            except Exception as error:  # noqa: BLE001 - one broken file must not take the others down
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - one broken file must not take the others down
                 # a module that the broken one imported, and that is whole, is not imported again: its kernels stay
                 for kernel_id in Registry._kernels.keys() - before:
                     if Registry._kernels[kernel_id].__module__ not in sys.modules:
@@ -138,7 +163,10 @@ def scan_all_kernels() -> tuple[ScanFailure, ...]:
 
 def check_deps_reason(kernel: type[BaseKernel]) -> str | None:
     """`check_deps` as a reason or None; a kernel written for LLaMA-Factory answers with a bool."""
-    answer: object = kernel.check_deps()
+    try:
+        answer: object = kernel.check_deps()
+    except Exception as error:  # noqa: BLE001 - one broken kernel must not take the others down
+        return f"its check_deps() fails ({type(error).__name__}: {error})"
     if answer is None or answer is True:
         return None
     return answer if isinstance(answer, str) else "its check_deps() says no"

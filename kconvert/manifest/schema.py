@@ -119,7 +119,11 @@ class SourceFileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole manifest.  `model_checked` says whether the structural check ran; only then is `carried` known."""
+    """The whole manifest.
+
+    `model_checked` says whether the structural check ran; only then is `carried` known.  `written_by` is `apply`,
+    or `save_pretrained` where the values are no longer those of the source.
+    """
 
     kconvert_version: str
     transformers_version: str
@@ -138,6 +142,7 @@ class Manifest:
     source_files: tuple[SourceFileRecord, ...]
     source_headers: str | None
     source_headers_digest: str | None
+    written_by: str
     schema: int = SCHEMA_VERSION
 
     def to_bytes(self) -> bytes:
@@ -206,8 +211,12 @@ def _check(manifest: Manifest, where: str) -> None:
         if reason:
             raise ManifestError(f"file name {name!r} is {reason}", where=where, fix="do not use this checkpoint")
     _check_tensors(manifest, where)
+    paths = [path for patch in manifest.patches for claim in patch.modules for path in claim]
+    if len(set(paths)) != len(paths):
+        raise ManifestError("a module is patched twice", where=where)
     for patch in manifest.patches:
-        if patch.kind not in ("replace", "fuse") or any(len(paths) != len(patch.classes) for paths in patch.modules):
+        wanted = patch.kind in ("replace", "fuse") and bool(patch.classes) and bool(patch.kernels)
+        if not wanted or any(len(claim) != len(patch.classes) for claim in patch.modules):
             raise ManifestError(f"patch of {patch.patterns} is malformed", where=where)
 
 

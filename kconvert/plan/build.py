@@ -8,7 +8,7 @@ written.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kconvert.checkpoint import DTYPE_BITS, Checkpoint, SourceTensor
 from kconvert.errors import CheckpointError, RecipeError
@@ -26,6 +26,7 @@ def build_plan(
     *,
     module_names: Mapping[str, str] | None = None,
     classes: Mapping[str, str] | None = None,
+    check_claims: Callable[[Sequence[Claim]], None] | None = None,
 ) -> Plan:
     """Plan the conversion of `checkpoint`.
 
@@ -35,6 +36,7 @@ def build_plan(
         module_names: file name to module name of every source tensor; the same names if left out.
         classes: module path to class name of the model, where it was built; without it the module paths are
             those that the tensor names imply, and classes are not checked.
+        check_claims: called with the claims before any is bound to tensors, to look at the modules themselves.
 
     Raises:
         RecipeError: patterns, classes or claims do not fit.
@@ -44,6 +46,8 @@ def build_plan(
     paths = module_paths_of(sources) if classes is None else tuple(classes)
     claims, traces = match_entries(entries, paths, classes)
     check_conflicts(entries, claims)
+    if check_claims is not None:
+        check_claims(claims)
     _check_quantization(checkpoint, entries)
 
     inside = _names_by_module(sources)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kconvert.errors import RecipeError
 from kconvert.names import natural_key, near_misses
+from kconvert.patterns import NumberSet
 from kconvert.plan.model import Claim, Entry, Pair, PatternTrace
 
 __all__ = ["check_conflicts", "match_entries", "module_paths_of"]
@@ -75,13 +76,12 @@ def _matches(pair: Pair, module_paths: Sequence[str], classes: Mapping[str, str]
         if binding is not None:
             taken[binding] = path
     if not taken:
-        shapes = {".".join("*" if part.isdecimal() else part for part in path.split(".")) for path in module_paths}
-        near = near_misses(pair.pattern.text, shapes)
         raise RecipeError(
             f"path pattern {pair.pattern.text!r} matches no module",
             where=pair.where,
-            fix=f"did you mean {' or '.join(near)}?" if near else "look at the module names with --json",
+            fix=_nearest(pair.pattern.text, module_paths),
         )
+    _check_number_sets(pair, taken)
     if classes is not None:
         for path in taken.values():
             if classes[path] != pair.class_name:
@@ -91,6 +91,34 @@ def _matches(pair: Pair, module_paths: Sequence[str], classes: Mapping[str, str]
                     fix=f"write class: {classes[path]}, or narrow the path",
                 )
     return taken
+
+
+def _nearest(pattern: str, module_paths: Sequence[str]) -> str:
+    """The way out of a pattern without a match: near misses, else the shortest paths that there are."""
+    shapes = {".".join("*" if part.isdecimal() else part for part in path.split(".")) for path in module_paths}
+    near = near_misses(pattern, shapes)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    some = sorted(shapes, key=lambda shape: (shape.count("."), shape))[:6]
+    return f"the model has {', '.join(some)}, ..."
+
+
+def _check_number_sets(pair: Pair, taken: Mapping[tuple[str, ...], str]) -> None:
+    """A number that a set names and no module has is an error, as a pattern without a match is."""
+    sets = [segment for segment in pair.pattern.segments if not isinstance(segment, str)]  # `*` is None
+    for place, numbers in enumerate(sets):
+        if not isinstance(numbers, NumberSet):
+            continue
+        found = {int(binding[place]) for binding in taken}
+        if len(found) < numbers.size:
+            absent = next(
+                number for low, high in numbers.ranges for number in range(low, high + 1) if number not in found
+            )
+            raise RecipeError(
+                f"path pattern {pair.pattern.text!r} names {absent}, and no module is there",
+                where=pair.where,
+                fix=f"the numbers that match are {', '.join(map(str, sorted(found)))}",
+            )
 
 
 def check_conflicts(entries: Sequence[Entry], claims: Sequence[Claim]) -> None:

@@ -21,7 +21,7 @@ from kconvert.rewrite.copying import OpenFile, write_at
 from kconvert.rewrite.durable import create, sync_directory, write_synced
 from kconvert.rewrite.job import Copy, Extent, Job, OutputFile
 from kconvert.rewrite.output import Partial, check_replaceable, real_path
-from kconvert.rewrite.sources import open_sources
+from kconvert.rewrite.sources import check_unchanged, open_sources
 from kconvert.rewrite.tasks import TaskQueue, cut
 from kconvert.rewrite.workers import default_workers, run_workers
 
@@ -34,6 +34,7 @@ _MACHINE_ERRORS = {
     errno.EFBIG: "the file system does not hold files of this size",
     errno.EROFS: "the file system is read-only",
     errno.EIO: "the disk reports an error",
+    errno.ENOENT: "no such folder, and it cannot be made",
     errno.EACCES: "not allowed to write",
     errno.EPERM: "not allowed to write",
     errno.EMFILE: "too many open files",
@@ -91,6 +92,7 @@ def rewrite(
         start = perf_counter()
         targets = _create_targets(job, files, partial.path, stack, report)
         _copy(files, sources, targets, num_workers, report)
+        check_unchanged(job, sources)
         copied = perf_counter()
         _sync(job, targets, partial.path, report)
         partial.publish(overwrite=overwrite)

@@ -7,10 +7,11 @@ Whether the sources hold those bytes is checked when the rewrite opens them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from kconvert.checkpoint import FileStamp
 from kconvert.errors import CheckpointError
 from kconvert.names import unsafe_name_reason
 
@@ -65,12 +66,14 @@ class Job:
     """Everything one rewrite writes.
 
     `final` is written after all other data is on the disk, one by one in this order, so the index
-    stands before the manifest and the manifest is last.
+    stands before the manifest and the manifest is last.  A source in `stamps` has to be that very file, unchanged,
+    from its opening until the last byte is copied.
     """
 
     files: tuple[OutputFile, ...]
     copies: tuple[Copy, ...]
     final: tuple[tuple[str, bytes], ...]
+    stamps: Mapping[Path, FileStamp] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         seen: set[str] = set()

@@ -19,8 +19,9 @@ import stat
 from pathlib import Path
 from types import TracebackType
 
-from kconvert.errors import OutputError, PreflightError, UsageError
-from kconvert.names import MANIFEST_NAME
+from kconvert.errors import ManifestError, OutputError, PreflightError, UsageError
+from kconvert.manifest import load_manifest
+from kconvert.names import INDEX_NAME, KERNELS_DIR, MANIFEST_NAME
 from kconvert.rewrite.durable import sync_directory
 from kconvert.rewrite.job import LOCK_NAME
 
@@ -72,6 +73,23 @@ def check_replaceable(output: Path, *, overwrite: bool) -> None:
         )
     if not overwrite:
         raise OutputError("output exists", where=where, fix="replace it with --overwrite, or choose another output")
+    _check_own(output)
+
+
+def _check_own(output: Path) -> None:
+    """Raises OutputError where files were added to an output of ours, or a model was saved into it."""
+    where, fix = str(output), "move them, or choose another output"
+    try:
+        manifest = load_manifest(output)
+    except ManifestError as error:
+        raise OutputError(f"output holds a manifest that cannot be read: {error.what}", where=where, fix=fix) from error
+    if manifest.written_by != "apply":
+        raise OutputError("output holds weights that a model was saved as", where=where, fix="choose another output")
+    known = {*manifest.weight_files, *manifest.sidecars, MANIFEST_NAME, INDEX_NAME, manifest.source_headers}
+    for path in sorted(output.rglob("*")):
+        name = path.relative_to(output).as_posix()
+        if name not in known and name.split("/")[0] != KERNELS_DIR and not path.is_dir():
+            raise OutputError(f"output holds {name!r}, which kconvert did not write", where=where, fix=fix)
 
 
 class Partial:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from kconvert.checkpoint import check_stamp
 from kconvert.errors import CheckpointError
 from kconvert.rewrite.copying import OpenFile
 from kconvert.rewrite.job import Job
 
-__all__ = ["open_sources"]
+__all__ = ["check_unchanged", "open_sources"]
 
 
 def open_sources(job: Job, stack: ExitStack) -> dict[Path, OpenFile]:
@@ -27,6 +29,7 @@ def open_sources(job: Job, stack: ExitStack) -> dict[Path, OpenFile]:
             needed[extent.path] = max(needed.get(extent.path, 0), extent.offset + extent.size_bytes)
     exact = {copy.path: copy.size_bytes for copy in job.copies}
     sources = {path: _open(path, stack) for path in sorted({*needed, *exact})}
+    check_unchanged(job, sources)
     for path, source in sources.items():
         size = os.fstat(source.fd).st_size
         if size < needed.get(path, 0):
@@ -36,6 +39,13 @@ def open_sources(job: Job, stack: ExitStack) -> dict[Path, OpenFile]:
                 f"has changed: {size} bytes, {exact[path]} when it was listed", where=str(path), fix="start again"
             )
     return sources
+
+
+def check_unchanged(job: Job, sources: Mapping[Path, OpenFile]) -> None:
+    """Raises CheckpointError if a stamped source is not the file it was, or was written to."""
+    for path, stamp in job.stamps.items():
+        if path in sources:
+            check_stamp(stamp, sources[path].fd, path)
 
 
 def _open(path: Path, stack: ExitStack) -> OpenFile:

@@ -34,7 +34,7 @@ def restore_buffers(model: nn.Module, job: PatchJob) -> None:
                 continue
             arguments = job.arguments[paths[0]]
             args, kwargs = arguments if arguments is not None else (job.members[paths[0]], {})
-            with torch.device("cpu"), torch.no_grad():
+            with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 fresh: Any = patch.package.layout(*args, **kwargs)
             for owner_path, name in wanted:
                 owner, source = module.get_submodule(owner_path), fresh.get_submodule(owner_path)

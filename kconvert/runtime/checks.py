@@ -26,9 +26,9 @@ _REFUSED = {
     "key_mapping": "names are settled at conversion",
     "state_dict": "call load_state_dict on the loaded model; it takes stock names too",
     "subfolder": "pass the subfolder as the path",
-    "use_safetensors": "converted weights are always safetensors",
     "variant": "the variant of a converted directory is fixed",
-    "weights_only": "converted weights are always safetensors",
+    "load_in_4bit": "quantise the stock model; packed layouts cannot be quantised at load yet",
+    "load_in_8bit": "quantise the stock model; packed layouts cannot be quantised at load yet",
     "quantization_config": "quantise the stock model; packed layouts cannot be quantised at load yet",
     "tp_plan": "packed layouts cannot be sharded at load yet",
     "tp_size": "packed layouts cannot be sharded at load yet",
@@ -43,8 +43,12 @@ def refuse_arguments(kwargs: Mapping[str, Any]) -> None:
     Raises:
         UsageError: (a `ValueError`) naming the argument.
     """
+    if kwargs.get("use_safetensors") is False:
+        raise UsageError(
+            "load_converted does not take use_safetensors=False", fix="converted weights are always safetensors"
+        )
     for name, fix in _REFUSED.items():
-        if kwargs.get(name) is not None:
+        if kwargs.get(name) not in (None, False):
             raise UsageError(f"load_converted does not take {name}", fix=fix)
 
 

@@ -84,6 +84,8 @@ def load_converted(
     stock = model_class(directory, raw, trust_remote_code=trust_remote_code)
     config = load_config(directory, stock, raw)
     with_info = bool(from_pretrained_kwargs.pop("output_loading_info", False))
+    for name in ("local_files_only", "use_safetensors"):  # both are so anyway
+        from_pretrained_kwargs.pop(name, None)
     for name in [key for key in from_pretrained_kwargs if hasattr(config, key) and key not in _LOADER_ARGUMENTS]:
         setattr(config, name, from_pretrained_kwargs.pop(name))
     job = PatchJob(manifest, patches)
@@ -109,10 +111,10 @@ def load_converted(
 
 
 def _check_choice(kernels: str | Sequence[str]) -> None:
-    if isinstance(kernels, str):
-        if kernels not in ("auto", "reference"):
-            raise UsageError(f"kernels is {kernels!r}", fix='pass "auto", "reference" or a list of kernel IDs')
+    if kernels in ("auto", "reference"):
         return
+    if isinstance(kernels, str) or not isinstance(kernels, Sequence):
+        raise UsageError(f"kernels is {kernels!r}", fix='pass "auto", "reference" or a list of kernel IDs')
     for kernel_id in kernels:
         if not (isinstance(kernel_id, str) and ":" in kernel_id):
             get_known_kernel(kernel_id)
@@ -170,16 +172,18 @@ def _vendored(
 
 
 def _assign(model: Any, patches: Sequence[ResolvedPatch], kernels: str | Sequence[str], strict: bool) -> None:
-    fallbacks = []
+    fallbacks, num_modules = [], 0
     for patch in patches:
         for paths in patch.record.modules:
+            num_modules += 1
             module = model.get_submodule(paths[0])
             if patch.layout is not None:
                 _check_facts(patch, module)
             selection = _assign_module(patch, module, kernels)
             if selection.kernel_id is None:
                 fallbacks.append(f"{paths[0]} ({selection.reasons() or 'no kernel was asked for'})")
-    if fallbacks and not strict and kernels == "auto":
+    nothing_runs = kernels != "reference" and len(fallbacks) == num_modules
+    if fallbacks and not strict and (kernels == "auto" or nothing_runs):
         message = f"{len(fallbacks)} modules run their reference, e.g. {fallbacks[0]}; see model.kconvert_report"
         warnings.warn(message, stacklevel=3)
     if strict and fallbacks:

@@ -15,6 +15,10 @@ from kconvert.manifest import unique_pairs
 __all__ = ["build_meta_model", "load_config", "model_class", "read_config"]
 
 
+_OWN_ATTENTION = ("eager", "sdpa", "flex_attention")
+"""Attention that is part of transformers and torch; `flash_attention_2` may fall back on a kernel from the Hub."""
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """`config.json` as data.
 
@@ -86,11 +90,11 @@ def load_config(directory: Path, cls: type[PreTrainedModel], raw: dict[str, Any]
     for each in (config, *_sub_configs(config)):
         each.__dict__.pop("transformers_weights", None)
         attention = each.__dict__.get("_attn_implementation_internal")
-        if isinstance(attention, str) and "/" in attention:
+        if isinstance(attention, str) and attention not in _OWN_ATTENTION:
             raise TrustError(
-                f"config.json asks for attention code from the Hub, {attention!r}",
+                f"config.json asks for attention {attention!r}, and transformers may fetch attention code from the Hub",
                 where=str(directory),
-                fix="remove attn_implementation from config.json, and pass attn_implementation= if you trust it",
+                fix="remove attn_implementation from config.json, and pass attn_implementation= if you want it",
             )
     return config
 

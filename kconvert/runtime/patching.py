@@ -77,6 +77,7 @@ class PatchedOnInit(ConvertedModel):
             super().__init__(*args, **kwargs)
         model = cast("nn.Module", self)
         by_target = packings_of(job.manifest)
+        _check_rows(model, by_target)
         for number, patch in enumerate(job.patches):
             for paths in patch.record.modules:
                 modules = [_module(model, path, name) for path, name in zip(paths, patch.record.classes, strict=True)]
@@ -91,6 +92,19 @@ class PatchedOnInit(ConvertedModel):
                 job.arguments[paths[0]], job.members[paths[0]] = arguments, tuple(modules)
                 place_layout(model, paths, packed, patch.record.layout.name)
         adopt_model(model, [packing for group in by_target.values() for packing in group.values()])
+
+
+def _check_rows(model: nn.Module, by_target: Mapping[int, Mapping[str, Packing]]) -> None:
+    """The parts of a packed tensor have to be as large as the parameters that the model has for them."""
+    sizes = {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
+    for packing in (packing for group in by_target.values() for packing in group.values()):
+        for name, rows in packing.parts:
+            shape = sizes.get(name)
+            if shape is not None and (shape[packing.axis] if len(shape) else 1) != rows:
+                raise ManifestError(
+                    f"{name!r} has {shape[packing.axis]} rows in the model and {rows} in the manifest",
+                    fix="convert again",
+                )
 
 
 def _module(model: nn.Module, path: str, class_name: str) -> nn.Module:

@@ -16,12 +16,12 @@ import torch
 from safetensors import safe_open
 
 from kconvert.errors import UsageError
+from kconvert.kernels.packing import pack_state
 from kconvert.manifest import Manifest, TensorRecord, sha256_digest
 from kconvert.names import (
     INDEX_NAME,
     KERNELS_DIR,
     MANIFEST_NAME,
-    SINGLE_NAME,
     SOURCE_HEADERS_NAME,
     STOCK_INDEX_NAME,
     STOCK_SINGLE_NAME,
@@ -51,19 +51,38 @@ class LoadedModel(PatchedOnInit):
             raise UsageError(
                 f"{target} holds {stock}, stock weights that would be loaded instead", fix="save to an empty directory"
             )
-        state = {**state, **_carried(self.kconvert_origin, state)}
-        if is_main_process:
-            for name in (MANIFEST_NAME, SINGLE_NAME, INDEX_NAME):
-                (target / name).unlink(missing_ok=True)
+        if kwargs.get("push_to_hub"):
+            raise UsageError("a packed save cannot be pushed at once", fix="save, then upload the directory")
+        packed = pack_state(self.kconvert_packings, state)
+        state = {**packed, **_carried(self.kconvert_origin, packed)}
         kwargs["save_original_format"] = False
         model = cast("Any", self)
-        # past ConvertedModel: the state dict is to keep its packed names
-        result = type(model).kconvert_stock_class.save_pretrained(
-            model, directory, is_main_process=is_main_process, state_dict=state, **kwargs
-        )
-        if is_main_process:
-            _complete(target, self.kconvert_origin)
+        beside = target.absolute().with_name(f"{target.absolute().name}.saving")
+        try:
+            # past ConvertedModel: the state dict is to keep its packed names
+            result = type(model).kconvert_stock_class.save_pretrained(
+                model, beside, is_main_process=is_main_process, state_dict=state, **kwargs
+            )
+            if is_main_process:
+                _complete(beside, self.kconvert_origin)
+                _move(beside, target)
+        finally:
+            if is_main_process:
+                shutil.rmtree(beside, ignore_errors=True)
         return result
+
+
+def _move(beside: Path, target: Path) -> None:
+    """Put a finished save in place of an older one: until here that one is whole, and the manifest comes last."""
+    target.mkdir(parents=True, exist_ok=True)
+    fresh = {path.relative_to(beside).as_posix() for path in beside.rglob("*") if path.is_file()}
+    (target / MANIFEST_NAME).unlink(missing_ok=True)
+    for old in (INDEX_NAME, *(path.name for path in target.glob("model.kconvert*.safetensors"))):
+        if old not in fresh:
+            (target / old).unlink(missing_ok=True)
+    for name in sorted(fresh, key=lambda name: (name == MANIFEST_NAME, name)):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (beside / name).replace(target / name)
 
 
 def _carried(origin: Origin, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -108,8 +127,7 @@ def _copy_companions(target: Path, origin: Origin) -> None:
 def _complete(target: Path, origin: Origin) -> None:
     """Everything but the weights: source headers, vendored kernels, and the manifest last."""
     manifest = origin.manifest
-    if target.resolve() != origin.directory:
-        _copy_companions(target, origin)
+    _copy_companions(target, origin)
     files = tuple(sorted(path.name for path in target.glob("model.kconvert*.safetensors")))
     stored: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name in files:
@@ -126,8 +144,11 @@ def _complete(target: Path, origin: Origin) -> None:
         carried=tuple(name for name in manifest.carried if name in stored),
         config_digest=sha256_digest((target / "config.json").read_bytes()),
         weight_files=files,
+        written_by="save_pretrained",
         sidecars=tuple(
             sorted(path.name for path in target.glob("*.json") if path.name not in (INDEX_NAME, MANIFEST_NAME))
         ),
     )
     (target / MANIFEST_NAME).write_bytes(changed.to_bytes())
+    for name in files:  # safetensors makes its files private; the umask decides here as everywhere else
+        (target / name).chmod((target / MANIFEST_NAME).stat().st_mode & 0o777)

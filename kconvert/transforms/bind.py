@@ -53,9 +53,16 @@ def bind_spec(spec: LayoutSpec, paths: Sequence[str], names: Sequence[str]) -> t
     `names` are full module names; only those below `paths` are looked at.  Targets lie below `paths[0]`.
 
     Raises:
+        RecipeError: there are tensors, and the layout knows none of them: it is the wrong layout for these modules.
         CheckpointError: a source is missing, or a tensor inside the modules is not taken by the layout.
     """
     present = {name for name in names if any(_inside(name, path) is not None for path in paths)}
+    known = {f"{paths[source.member]}.{source.name}" for rule in spec.rules for source in rule.sources}
+    if present and not present & known:
+        raise RecipeError(
+            f"layout {spec.name!r} does not fit {' and '.join(map(repr, paths))}, which holds {min(present)!r}",
+            fix=f"use a kernel for these modules, or paths to {' and '.join(spec.members)}",
+        )
     bound: list[BoundRule] = []
     used: set[str] = set()
     for rule in spec.rules:
@@ -65,8 +72,11 @@ def bind_spec(spec: LayoutSpec, paths: Sequence[str], names: Sequence[str]) -> t
             continue
         target = f"{paths[0]}.{rule.target}"
         if missing:
+            named = ", ".join(map(repr, missing))
             raise CheckpointError(
-                f"{target!r} needs {', '.join(map(repr, missing))}, which the checkpoint does not have",
+                f"{target!r} needs {named}, which the checkpoint does not have"
+                if missing != [target]
+                else f"the checkpoint does not have {named}",
                 fix="the group has to be complete: download the checkpoint again, or leave these layers out of the path",
             )
         used.update(sources)
@@ -91,6 +101,9 @@ def _apply(rule: MappingRule, name: str) -> _Match | None:
     found = re.search(rule.regex, name)
     if found is None:
         return None
+    ends_inside = re.match(r"\w", name[found.end() :]) is not None and found[0][-1:].isalnum()
+    if ends_inside:
+        return None  # `weight` is not the start of `weight_scale`; newer transformers say so in the pattern itself
     if found.start() and name[found.start() - 1] != ".":
         raise RecipeError(
             f"conversion mapping pattern {rule.sources[0]!r} would match {name!r} inside a name segment, at {found[0]!r}",

@@ -97,8 +97,7 @@ def test_a_missing_member(tmp_path: Path, missing: str, model_check: bool, shard
     del tensors[missing]
     names = list(tensors)
     source = write_checkpoint(tmp_path / "in", tensors, qwen3_config(), [names[:9], names[9:]] if sharded else None)
-    target = missing if "down" in missing else PACKED
-    words = [f"{target!r} needs {missing!r}"]
+    words = [f"the checkpoint does not have {missing!r}" if "down" in missing else f"{PACKED!r} needs {missing!r}"]
     check_refused(CheckpointError, 4, words, "qwen3", source, tmp_path / "out", model_check=model_check)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kconvert.convert.resolve import resolve_recipe
-from kconvert.errors import CheckpointError, RecipeError, UnknownKernelError
+from kconvert.errors import RecipeError, UnknownKernelError
 from kconvert.kernels.specs import kernel_specs
 from kconvert.recipe import parse_recipe
 from tests.support import check_refused, qwen3_config, qwen3_tensors, write_checkpoint, write_recipe
@@ -148,12 +148,12 @@ def test_no_such_recipe(qwen3_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_layout_that_does_not_fit_the_class(qwen3_dir: Path, tmp_path: Path) -> None:
-    """A norm layout on an MLP: its tensors have no place in it."""
+    """A norm layout on an MLP: the recipe is wrong, and not the checkpoint."""
     patches = RMSNORM + MLP
     recipe = write_recipe(tmp_path / "r.yaml", patches)
     for model_check in (True, False):
-        words = ["'model.layers.0.mlp.weight' needs 'model.layers.0.mlp.weight'"]
-        check_refused(CheckpointError, 4, words, recipe, qwen3_dir, tmp_path / "out", model_check=model_check)
+        words = [f"{recipe}:5", "layout 'rms_norm' does not fit 'model.layers.0.mlp'"]
+        check_refused(RecipeError, 3, words, recipe, qwen3_dir, tmp_path / "out", model_check=model_check)
 
 
 def test_every_built_in_kernel_resolves_to_its_layout() -> None:

@@ -254,7 +254,7 @@ def test_a_published_kernel_is_available_once(tmp_path: Path, monkeypatch: pytes
         ("import kconvert_test_missing", "ModuleNotFoundError: No module named 'kconvert_test_missing'"),
         (
             KERNEL_FILE.format(name="cpu_fused_swiglu", device="CPU"),
-            "ValueError: kernel ID 'cpu_fused_swiglu' is taken",
+            "RegistrationError: kernel ID 'cpu_fused_swiglu' is taken",
         ),
         ("raise ValueError", "ValueError: ValueError"),
     ],

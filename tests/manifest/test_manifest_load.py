@@ -65,6 +65,7 @@ MANIFEST = Manifest(
     weight_files=("model.kconvert.safetensors",),
     source_files=(SourceFileRecord("sub/a.safetensors", 100, sha256_digest(b"a")),),
     source_headers="kconvert_source_headers.json.gz",
+    written_by="apply",
     source_headers_digest=sha256_digest(b"h"),
 )
 

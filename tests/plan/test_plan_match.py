@@ -61,10 +61,11 @@ def test_number_sets_take_numbers_and_not_prefixes() -> None:
     check_conflicts([entry(0, ("MLP", "a")), entry(1, ("MLP", "b"))], found)
 
 
-def test_a_number_set_with_numbers_that_the_model_lacks_takes_the_rest() -> None:
-    assert [claim.paths for claim in claims(entry(0, ("MLP", "model.layers.{11-99}.mlp")))] == [
-        ("model.layers.11.mlp",)
-    ]
+def test_a_number_set_with_numbers_that_the_model_lacks() -> None:
+    error = refused(entry(2, ("MLP", "model.layers.{0,11-99}.mlp")))
+    assert error.where == "r.yaml:26"
+    assert "names 12, and no module is there" in str(error)
+    assert "the numbers that match are 0, 11" in str(error)
 
 
 @pytest.mark.parametrize(

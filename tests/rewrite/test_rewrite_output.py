@@ -15,6 +15,9 @@ import pytest
 from kconvert.errors import OutputError, PreflightError, UsageError
 from kconvert.rewrite import LOCK_NAME, Extent, Job, OutputFile, check_output, copying, rewrite
 from tests.rewrite.conftest import Case, no_copy_threads
+from tests.support import manifest_bytes
+
+OLD = manifest_bytes("a")
 
 
 def names(folder: Path) -> list[str]:
@@ -23,7 +26,7 @@ def names(folder: Path) -> list[str]:
 
 def converted(folder: Path) -> Path:
     folder.mkdir()
-    (folder / "kconvert_manifest.json").write_text("old")
+    (folder / "kconvert_manifest.json").write_bytes(OLD)
     (folder / "sub").mkdir()
     return folder
 
@@ -102,6 +105,29 @@ def test_foreign_files(case: Case, tmp_path: Path, overwrite: bool) -> None:
     assert names(tmp_path) == ["out", "source"]
 
 
+@pytest.mark.parametrize("added", ["notes.txt", "checkpoint-500/optimizer.pt", "model.kconvert.safetensors"])
+def test_files_added_to_an_output_of_ours(case: Case, tmp_path: Path, added: str) -> None:
+    out = converted(tmp_path / "out")
+    (out / added).parent.mkdir(exist_ok=True)
+    (out / added).write_text("mine")
+    with pytest.raises(OutputError, match=f"holds '{added}', which kconvert did not write") as caught:
+        rewrite(case.job, out, overwrite=True)
+    assert caught.value.exit_code == 7
+    assert (out / added).read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(manifest_bytes(written_by="save_pretrained"), "that a model was saved as"), (b"{}", "cannot be read")],
+)
+def test_an_output_that_is_more_than_a_conversion(case: Case, tmp_path: Path, content: bytes, said: str) -> None:
+    out = converted(tmp_path / "out")
+    (out / "kconvert_manifest.json").write_bytes(content)
+    with pytest.raises(OutputError, match=said):
+        rewrite(case.job, out, overwrite=True)
+    assert (out / "kconvert_manifest.json").read_bytes() == content
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_an_empty_directory_is_filled(case: Case, tmp_path: Path, overwrite: bool) -> None:
     (tmp_path / "out").mkdir()
@@ -142,7 +168,7 @@ def test_the_old_output_comes_back(case: Case, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(PreflightError, match="reports an error"):
         rewrite(case.job, out, overwrite=True)
-    assert (out / "kconvert_manifest.json").read_text() == "old"
+    assert (out / "kconvert_manifest.json").read_bytes() == OLD
     assert names(tmp_path) == ["out", "source"]
 
 

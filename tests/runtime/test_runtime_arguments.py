@@ -31,11 +31,12 @@ from tests.runtime.pairs import Pair, logits
         ("gguf_file", "x.gguf"),
         ("config", Qwen3Config()),
         ("use_safetensors", False),
-        ("weights_only", False),
+        ("load_in_8bit", True),
+        ("load_in_4bit", True),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(qwen3: Pair, name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"load_converted does not take {name}; ") as caught:
+    with pytest.raises(ValueError, match=f"load_converted does not take {name}(=False)?; ") as caught:
         qwen3.load(**{name: value})
     assert isinstance(caught.value, UsageError)
 
@@ -45,7 +46,12 @@ def test_an_argument_that_nobody_knows(qwen3: Pair) -> None:
         qwen3.load(no_such_argument=1)
 
 
-@pytest.mark.parametrize("kernels", ["fast", "cpu_fused_swiglu", ""])
+@pytest.mark.parametrize("argument", [{"local_files_only": True}, {"use_safetensors": True}])
+def test_what_is_so_anyway_may_be_said(qwen3: Pair, argument: dict[str, Any]) -> None:
+    assert torch.equal(logits(qwen3.load(kernels="reference", **argument)), logits(qwen3.stock()))
+
+
+@pytest.mark.parametrize("kernels", ["fast", "cpu_fused_swiglu", "", None, 5])
 def test_an_unknown_choice_of_kernels(qwen3: Pair, kernels: str) -> None:
     with pytest.raises(UsageError, match='"auto", "reference" or a list'):
         qwen3.load(kernels=kernels)

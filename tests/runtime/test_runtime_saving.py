@@ -241,8 +241,9 @@ def test_what_is_missing_or_unexpected_raises(pair: Pair) -> None:
     with pytest.raises(RuntimeError, match=r"Unexpected key.*model\.extra"):
         model.load_state_dict({**state, "model.extra": torch.zeros(1)})
     swapped = {**state, "model.layers.0.mlp.gate_proj.weight": torch.zeros(47, 32)}
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model.load_state_dict(swapped)
+    for strict in (True, False):
+        with pytest.raises(UsageError, match="size mismatch"):
+            model.load_state_dict(swapped, strict=strict)
 
 
 # --- Trainer ----------------------------------------------------------------------------------------

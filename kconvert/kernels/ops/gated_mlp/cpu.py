@@ -16,11 +16,12 @@ __all__ = ["CpuFusedSwiGLU", "swiglu_cpu"]
 
 
 def swiglu_cpu(packed: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of `[..., 2 * n]`, gate first, as `[..., n]`.  Without gradients `packed` is overwritten."""
+    """`silu(gate) * up` of `[..., 2 * n]`, gate first, as `[..., n]`, with one temporary where no gradient is needed."""
     gate, up = packed.chunk(2, dim=-1)
     if packed.requires_grad:
         return F.silu(gate) * up
-    return F.silu(gate, inplace=True).mul_(up)
+    # not in place in `gate`: half rows are not contiguous, and the next GEMM would have to copy them
+    return F.silu(gate).mul_(up)
 
 
 @register_kernel

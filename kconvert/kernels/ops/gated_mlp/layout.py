@@ -8,7 +8,8 @@ The activation and any further arithmetic belong to the stock class; the referen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from itertools import product
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,17 @@ class GatedMLPLayout(Layout):
         gate, up = module.get_submodule("gate_proj"), module.get_submodule("up_proj")
         if gate.weight.shape != up.weight.shape or (gate.bias is None) != (up.bias is None):
             return "gate_proj and up_proj differ in shape or bias"
+        for one, two in zip(gate.parameters(), up.parameters(), strict=True):
+            if (one.dtype, one.device, one.requires_grad) != (two.dtype, two.device, two.requires_grad):
+                return "gate_proj and up_proj differ in dtype, device or requires_grad"
         return None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("gate_proj", "up_proj") and "gate_up_proj" in self.__dict__.get("_modules", {}):
+            raise AttributeError(
+                f"{name} is packed into gate_up_proj and cannot be set; change the stock model instead"
+            )
+        super().__setattr__(name, value)
 
     def pack_parameters(self) -> None:
         """Join the two projections; empty on meta, with the rows copied elsewhere."""
@@ -77,28 +88,39 @@ class GatedMLPLayout(Layout):
         return LinearView(self.gate_up_proj, rows, rows)
 
 
+def _in_mode(module: nn.Module, training: bool) -> nn.Module:
+    """A copy of a module in train or eval mode that shares its parameters and leaves it as it is."""
+    children = {name: _in_mode(child, training) for name, child in module.named_children()}
+    twin = stock_twin(module, module._parameters, children)
+    twin.training = training
+    return twin
+
+
 def prove_swiglu(module: GatedMLPLayout) -> str | None:
     """Why the stock forward is not `down(silu(gate) * up)`, or None.
 
-    It runs on small random projections in float64, with inputs of several magnitudes, so that clamps,
-    multipliers and other activations show.
+    It runs on small random projections in float64, with inputs of several magnitudes and in both modes, so that
+    clamps, multipliers, other activations and a dropout show.
     """
     inputs = other_inputs(module)
     if inputs is not None:
         return inputs
-    with torch.device("cpu"), torch.no_grad():
+    # a dropout of the stock class draws from the global generator, which is the user's
+    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
         generator = torch.Generator().manual_seed(0)
 
         def linear(rows: int, columns: int) -> nn.Linear:
-            made = nn.Linear(columns, rows, bias=False, dtype=torch.float64)
-            made.weight.copy_(torch.randn(rows, columns, generator=generator, dtype=torch.float64))
+            made = nn.Linear(columns, rows, bias=False, dtype=torch.float64, device="meta")
+            made.weight = nn.Parameter(torch.randn(rows, columns, generator=generator, dtype=torch.float64))
             return made
 
         gate, up, down = linear(12, 8), linear(12, 8), linear(8, 12)
         others = {key: value for key, value in module.named_children() if key not in ("gate_up_proj", "down_proj")}
-        twin = stock_twin(module, {}, {"gate_proj": gate, "up_proj": up, "down_proj": down, **others})
-        for scale in (0.1, 1.0, 100.0):
-            hidden = scale * torch.randn(2, 3, 8, generator=generator, dtype=torch.float64)
+        for scale, training in product((0.1, 1.0, 100.0), (False, True)):
+            children = {name: _in_mode(child, training) for name, child in others.items()}
+            twin = stock_twin(module, {}, {"gate_proj": gate, "up_proj": up, "down_proj": down, **children})
+            twin.training = training
+            hidden = scale * torch.randn(2, 128, 8, generator=generator, dtype=torch.float64)
             try:
                 found = twin(hidden)
             except Exception as error:  # noqa: BLE001 - another signature, or sizes read from the config

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -151,7 +153,6 @@ def _plain_key(module: nn.Module) -> tuple[object, ...] | None:
     return (
         stock_class_of(module),
         size,
-        module.training,
         tuple(sorted((name, repr(value)) for name, value in own.items())),
     )
 
@@ -164,18 +165,16 @@ def _find_variant(module: nn.Module, eps: float) -> RMSNormVariant:
         rows[::2] *= max(eps, 1e-12) ** 0.5
         weight = torch.randn(size, generator=generator)
         cases = []
-        for x_dtype, w_dtype in _DTYPE_PAIRS:
+        for training, (x_dtype, w_dtype) in product((False, True), _DTYPE_PAIRS):
             twin = stock_twin(module, {"weight": nn.Parameter(weight.to(w_dtype))})
+            twin.training = training
             try:
                 cases.append((rows.to(x_dtype), weight.to(w_dtype), twin(rows.to(x_dtype))))
             except Exception as error:  # noqa: BLE001 - a norm with another signature, e.g. a gate
                 return RMSNormVariant(why_not=f"its forward does not take one tensor ({type(error).__name__})")
-        for offset in (0.0, 1.0):
-            for cast_first in (True, False):
-                *same, mixed = [
-                    _same_bits(out, rms_norm_formula(x, w, eps=eps, offset=offset, cast_first=cast_first))
-                    for x, w, out in cases
-                ]
-                if all(same):
-                    return RMSNormVariant(eps, offset, cast_first, mixes=mixed)
+        for offset, cast_first in product((0.0, 1.0), (True, False)):
+            formula = partial(rms_norm_formula, eps=eps, offset=offset, cast_first=cast_first)
+            if all(_same_bits(out, formula(x, w)) for x, w, out in cases if x.dtype == w.dtype):
+                mixes = all(_same_bits(out, formula(x, w)) for x, w, out in cases if x.dtype != w.dtype)
+                return RMSNormVariant(eps, offset, cast_first, mixes)
     return RMSNormVariant(why_not="its forward is no known RMSNorm variant")
