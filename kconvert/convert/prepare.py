@@ -67,7 +67,8 @@ def prepare(
         )
     resolved = resolve_recipe(recipe, trust_remote_code=trust_remote_code)
     if model_check:
-        from kconvert.convert.structure import build_stock_model, check_fit, check_packed_model
+        from kconvert.convert.stock import build_stock_model
+        from kconvert.convert.structure import check_fit, check_packed_model
 
         stock = build_stock_model(checkpoint)
         warnings += stock.warnings

@@ -1,108 +1,32 @@
-"""The structural check: the model, built on meta, against the plan.  Before a byte is written.
+"""The structural check: the plan against the model, on meta, before a byte is written.
 
-It translates file names into module names through transformers' own mapping, gives the class of every
-module, and then builds the packed model with the code that loading uses: its names and shapes have to be
-what will be written.  Fusions are proven by watching one forward.
+The packed model is built with the code that loading uses: its names and shapes have to be what will be
+written.  Layouts have to fit the modules they are put on, fusions are proven by watching one forward, and a
+tensor must not move into or out of what the model keeps in float32.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from kconvert.checkpoint import Checkpoint
 from kconvert.convert.resolve import ResolvedRecipe
-from kconvert.errors import CheckpointError, RecipeError, TrustError
+from kconvert.convert.stock import StockModel
+from kconvert.errors import CheckpointError, RecipeError
 from kconvert.kernels.assign import load_layout
 from kconvert.kernels.dataflow import check_chains
 from kconvert.kernels.model import converted_class
 from kconvert.manifest import Manifest
 from kconvert.plan import Claim, Entry, Plan
-from kconvert.runtime.modelclass import build_meta_model, load_config, model_class
+from kconvert.runtime.modelclass import build_meta_model
 from kconvert.runtime.patching import PatchedOnInit, PatchJob, ResolvedPatch, packings_of, patching, resolve_layout
 
-__all__ = ["StockModel", "build_stock_model", "check_fit", "check_packed_model"]
-
-
-@dataclass(frozen=True)
-class StockModel:
-    """The stock model on meta, with what the planner needs of it."""
-
-    model: Any
-    config: Any
-    classes: Mapping[str, str]
-    module_names: Mapping[str, str]
-    warnings: tuple[str, ...]
-
-
-def build_stock_model(checkpoint: Checkpoint) -> StockModel:
-    """Build the model of `config.json` on meta and translate the checkpoint's names.
-
-    Raises:
-        CheckpointError: no such class, or tensors that transformers would join or split while loading.
-        TrustError: the class is defined by code in the directory, which is never run here.
-    """
-    directory = checkpoint.model_dir
-    try:
-        cls = model_class(directory, checkpoint.config)
-    except TrustError as error:
-        raise TrustError(
-            error.what,
-            where=error.where,
-            fix="it is never run here: convert with --no-model-check, names are checked at load",
-        ) from error
-    try:
-        config = load_config(directory, cls, checkpoint.config)
-        model = build_meta_model(cls, config)
-    except Exception as error:  # whatever a model's or config's own __init__ raises, huggingface_hub's strict types too
-        if hasattr(error, "exit_code"):
-            raise
-        raise CheckpointError(
-            f"the model cannot be built from config.json ({type(error).__name__}: {error})",
-            where=str(directory),
-            fix="check config.json, or skip the check with --no-model-check",
-        ) from error
-    classes = {path: type(module).__name__ for path, module in model.named_modules() if path}
-    names = _module_names(checkpoint, model)
-    return StockModel(model, config, classes, names, _tie_warnings(model, set(names.values())))
-
-
-def _tie_warnings(model: Any, stored: set[str]) -> tuple[str, ...]:
-    """Of tensors that the config ties and the checkpoint stores both of; transformers keeps them if they differ."""
-    ties = getattr(model, "all_tied_weights_keys", None) or {}
-    return tuple(
-        f"{target} is tied to {source} by the config, but both are stored; both are kept"
-        for target, source in sorted(ties.items())
-        if target in stored and source in stored
-    )
-
-
-def _module_names(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
-    """File name to module name, by the rules and in the order of transformers' loader."""
-    mapping = get_model_conversion_mapping(model)
-    renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
-    state = model.state_dict()
-    prefix = model.base_model_prefix
-    names = {}
-    for name in checkpoint.tensors:
-        renamed, pattern = rename_source_key(name, renamings, converters, prefix, state)
-        if renamed not in state and name in state:
-            renamed, pattern = rename_source_key(name, [], [], prefix, state)
-        if pattern is not None and renamed in state and renamed != name:
-            raise CheckpointError(
-                f"transformers joins or splits {name!r} into {renamed!r} while loading, which cannot be written yet",
-                where=str(checkpoint.model_dir),
-                fix="load the model with transformers and save it with save_original_format=False, then convert that",
-            )
-        names[name] = renamed
-    return names
+__all__ = ["check_fit", "check_packed_model"]
 
 
 def check_fit(stock: StockModel, entries: Sequence[Entry], claims: Sequence[Claim]) -> None:

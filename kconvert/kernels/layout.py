@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import signature
-from threading import Lock
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kconvert.kernels.classes import derived_class
 from kconvert.kernels.dispatch import Dispatch
 from kconvert.transforms import LayoutSpec, Rule
 
@@ -139,19 +139,6 @@ def _is_plain(linear: nn.Module, *, offloaded: bool) -> bool:
     return type(linear) is nn.Linear and not any(hooks) and not is_own_forward
 
 
-_CLASSES: dict[tuple[type, ...], type[nn.Module]] = {}
-_CLASSES_LOCK = Lock()
-
-
-def _rebuild(bases: tuple[type, ...]) -> nn.Module:
-    made = patched_class(*bases)
-    return made.__new__(made)
-
-
-def _reduce(self: nn.Module, protocol: Any) -> Any:
-    return _rebuild, (type(self).kconvert_bases,), self.__dict__.copy()  # type: ignore[attr-defined]
-
-
 def _dispatching_forward(stock: type[nn.Module]) -> Callable[..., Any]:
     @wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -166,24 +153,8 @@ def _dispatching_forward(stock: type[nn.Module]) -> Callable[..., Any]:
 
 
 def patched_class(*bases: type) -> type[nn.Module]:
-    """A class that derives from `bases` and is called what the last of them, the stock class, is called.
-
-    The same bases always give the same class, so that copies and pickles agree with the original.
-    """
-    stock = bases[-1]
-    with _CLASSES_LOCK:
-        if bases not in _CLASSES:
-            namespace = {
-                "__module__": stock.__module__,
-                "__qualname__": stock.__qualname__,
-                "__doc__": stock.__doc__,
-                "__reduce_ex__": _reduce,
-                "forward": _dispatching_forward(stock),
-                "kconvert_stock_class": stock,
-                "kconvert_bases": bases,
-            }
-            _CLASSES[bases] = type(stock.__name__, bases, namespace)
-        return _CLASSES[bases]
+    """A module class that derives from `bases`, the stock class last, and picks a kernel in its forward."""
+    return cast("type[nn.Module]", derived_class(patched_class, bases, {"forward": _dispatching_forward(bases[-1])}))
 
 
 def is_patched(module: nn.Module) -> bool:

@@ -196,7 +196,10 @@ def _refusal(kernel: type[LayoutKernel], modules: list[nn.Module]) -> str | None
     width = parameter.shape[-1]
     rows = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(0))
     hidden = rows.to(device=parameter.device, dtype=parameter.dtype)
-    with torch.no_grad():
+    device = parameter.device
+    # a dropout of the stock class draws from the global generators, which are the user's
+    forked = torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type)
+    with torch.no_grad(), forked:
         try:
             expected: Any = hidden
             for module in modules:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from threading import Lock
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from kconvert.errors import UsageError
+from kconvert.kernels.classes import derived_class
 from kconvert.kernels.packing import Packing, pack_on_load, unpack_state
 from kconvert.kernels.report import Report, build_report
 from kconvert.names import MANIFEST_NAME, VARIANT
@@ -84,10 +84,6 @@ class ConvertedModel:
             _check_adapter(self.kconvert_packings, Path(peft_model_id))
         return cast("Any", super()).load_adapter(peft_model_id, *args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        bases = type(self).kconvert_bases  # type: ignore[attr-defined]
-        return _rebuild, (bases,), self.__dict__.copy()
-
 
 def _check_adapter(packings: Iterable[Packing], directory: Path) -> None:
     from safetensors import safe_open
@@ -111,30 +107,9 @@ def _check_adapter(packings: Iterable[Packing], directory: Path) -> None:
                 )
 
 
-_CLASSES: dict[tuple[type, ...], type] = {}
-_CLASSES_LOCK = Lock()
-
-
 def converted_class(*bases: type) -> type[Any]:
-    """The class of `bases` (mixins, then the stock model class), named after the last; one per tuple of bases."""
-    stock = bases[-1]
-    with _CLASSES_LOCK:
-        if bases not in _CLASSES:
-            # transformers looks conversion rules and remote code up by __module__ and __name__
-            namespace = {
-                "__module__": stock.__module__,
-                "__qualname__": stock.__qualname__,
-                "__doc__": stock.__doc__,
-                "kconvert_bases": bases,
-                "kconvert_stock_class": stock,
-            }
-            _CLASSES[bases] = type(stock.__name__, bases, namespace)
-        return _CLASSES[bases]
-
-
-def _rebuild(bases: tuple[type, ...]) -> Any:
-    made: Any = converted_class(*bases)
-    return made.__new__(made)
+    """The class of a converted model: mixins, then the stock model class, whose name it has."""
+    return cast("type[Any]", derived_class(converted_class, bases))
 
 
 def adopt_model(model: Any, packings: Iterable[Packing]) -> None:

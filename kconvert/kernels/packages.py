@@ -63,13 +63,13 @@ def _listed_files(directory: Path, package_id: str) -> list[str]:
     names = []
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
+        if unsafe_name_reason(name):
+            shown = name.encode("utf-8", "backslashreplace").decode()
+            raise KernelRefusedError(f"kernel package {package_id!r} holds a file named {shown!r}", fix="rename it")
         if path.is_symlink():
             raise KernelRefusedError(
                 f"kernel package {package_id!r} holds a link, {name}", fix="replace it by the file"
             )
-        if unsafe_name_reason(name):
-            shown = name.encode("utf-8", "backslashreplace").decode()
-            raise KernelRefusedError(f"kernel package {package_id!r} holds a file named {shown!r}", fix="rename it")
         if path.is_dir():
             continue
         if not path.is_file():

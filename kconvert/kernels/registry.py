@@ -47,6 +47,10 @@ class ScanFailure:
     reason: str
 
 
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
+
+
 class Registry:
     """Kernel ID to kernel class."""
 
@@ -127,7 +131,7 @@ def _check_torch() -> None:
             import_module("torch")
             return
         except Exception as error:  # noqa: BLE001 - a broken backend that torch loads raises what it likes
-            Registry._torch_failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            Registry._torch_failure = _one_line(error)
     raise KernelUnavailableError(
         f"torch does not import ({Registry._torch_failure})",
         fix="where a backend such as torch_npu is to blame, set TORCH_DEVICE_BACKEND_AUTOLOAD=0 or uninstall it",
@@ -155,8 +159,7 @@ def scan_all_kernels() -> tuple[ScanFailure, ...]:
                 for kernel_id in Registry._kernels.keys() - before:
                     if Registry._kernels[kernel_id].__module__ not in sys.modules:
                         del Registry._kernels[kernel_id]
-                line = str(error).splitlines()[0] if str(error) else type(error).__name__
-                failures.append(ScanFailure(name, f"{type(error).__name__}: {line}"))
+                failures.append(ScanFailure(name, _one_line(error)))
                 warnings.warn(f"kernel module {name} does not import ({failures[-1].reason})", stacklevel=2)
     return tuple(failures)
 
@@ -166,7 +169,7 @@ def check_deps_reason(kernel: type[BaseKernel]) -> str | None:
     try:
         answer: object = kernel.check_deps()
     except Exception as error:  # noqa: BLE001 - one broken kernel must not take the others down
-        return f"its check_deps() fails ({type(error).__name__}: {error})"
+        return f"its check_deps() fails ({_one_line(error)})"
     if answer is None or answer is True:
         return None
     return answer if isinstance(answer, str) else "its check_deps() says no"

@@ -82,7 +82,7 @@ def load_converted(
         warnings.warn(f"{directory}: config.json was changed after the conversion", stacklevel=2)
     patches = _resolve(directory, manifest, trust_remote_code, trust_kernels)
     stock = model_class(directory, raw, trust_remote_code=trust_remote_code)
-    config = load_config(directory, stock, raw)
+    config = load_config(directory, stock, attention=from_pretrained_kwargs.get("attn_implementation"))
     with_info = bool(from_pretrained_kwargs.pop("output_loading_info", False))
     for name in ("local_files_only", "use_safetensors"):  # both are so anyway
         from_pretrained_kwargs.pop(name, None)
@@ -172,7 +172,8 @@ def _vendored(
 
 
 def _assign(model: Any, patches: Sequence[ResolvedPatch], kernels: str | Sequence[str], strict: bool) -> None:
-    fallbacks, num_modules = [], 0
+    fallbacks: list[tuple[str, str]] = []
+    num_modules = 0
     for patch in patches:
         for paths in patch.record.modules:
             num_modules += 1
@@ -181,14 +182,16 @@ def _assign(model: Any, patches: Sequence[ResolvedPatch], kernels: str | Sequenc
                 _check_facts(patch, module)
             selection = _assign_module(patch, module, kernels)
             if selection.kernel_id is None:
-                fallbacks.append(f"{paths[0]} ({selection.reasons() or 'no kernel was asked for'})")
+                fallbacks.append((selection.reasons(), paths[0]))
+    why, where = next((item for item in fallbacks if item[0]), fallbacks[0] if fallbacks else ("", ""))
+    example = f"{where} ({why or 'no kernel was asked for'})"
     nothing_runs = kernels != "reference" and len(fallbacks) == num_modules
     if fallbacks and not strict and (kernels == "auto" or nothing_runs):
-        message = f"{len(fallbacks)} modules run their reference, e.g. {fallbacks[0]}; see model.kconvert_report"
+        message = f"{len(fallbacks)} modules run their reference, e.g. {example}; see model.kconvert_report"
         warnings.warn(message, stacklevel=3)
     if strict and fallbacks:
         raise KernelUnavailableError(
-            f"{len(fallbacks)} modules would run their reference, e.g. {fallbacks[0]}",
+            f"{len(fallbacks)} modules would run their reference, e.g. {example}",
             fix="load without strict, or with kernels that run here",
         )
 

@@ -78,21 +78,31 @@ def _remote_reference(config: dict[str, Any], name: str) -> str | None:
     return next((value for value in values if isinstance(value, str) and value.rpartition(".")[2] == name), None)
 
 
-def load_config(directory: Path, cls: type[PreTrainedModel], raw: dict[str, Any]) -> Any:
+def load_config(directory: Path, cls: type[PreTrainedModel], *, attention: Any = None) -> Any:
     """The config object, without the two keys by which a data file could redirect loading.
 
     `transformers_weights` would put another file's tensors into the packed model, and an attention
-    implementation with a slash would fetch and run a kernel from the Hub.
+    implementation that is not part of transformers may be fetched from the Hub and run.
+
+    Args:
+        directory: where config.json is.
+        cls: the model class.
+        attention: the implementation that the caller chose; config.json has no say then.
+
+    Raises:
+        TrustError: config.json asks for foreign attention code, and the caller chose none.
     """
     if cls.config_class is None:
         raise CheckpointError(f"{cls.__name__} has no config class", where=str(directory))
     config = cls.config_class.from_pretrained(str(directory))
     for each in (config, *_sub_configs(config)):
         each.__dict__.pop("transformers_weights", None)
-        attention = each.__dict__.get("_attn_implementation_internal")
-        if isinstance(attention, str) and attention not in _OWN_ATTENTION:
+        named = each.__dict__.get("_attn_implementation_internal")
+        if attention is not None:
+            each.__dict__["_attn_implementation_internal"] = None
+        elif isinstance(named, str) and named not in _OWN_ATTENTION:
             raise TrustError(
-                f"config.json asks for attention {attention!r}, and transformers may fetch attention code from the Hub",
+                f"config.json asks for attention {named!r}, and transformers may fetch attention code from the Hub",
                 where=str(directory),
                 fix="remove attn_implementation from config.json, and pass attn_implementation= if you want it",
             )

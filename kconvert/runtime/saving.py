@@ -7,7 +7,7 @@ directory it came from, so that the result can be reverted and loaded like any c
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -54,9 +54,11 @@ class LoadedModel(PatchedOnInit):
         if kwargs.get("push_to_hub"):
             raise UsageError("a packed save cannot be pushed at once", fix="save, then upload the directory")
         packed = pack_state(self.kconvert_packings, state)
-        state = {**packed, **_carried(self.kconvert_origin, packed)}
-        kwargs["save_original_format"] = False
         model = cast("Any", self)
+        state = {**packed, **_carried(self.kconvert_origin, packed, model.state_dict().keys())}
+        if is_main_process:  # others may hold no state at all
+            _check_names(self.kconvert_origin.manifest, state)
+        kwargs["save_original_format"] = False
         beside = target.absolute().with_name(f"{target.absolute().name}.saving")
         try:
             # past ConvertedModel: the state dict is to keep its packed names
@@ -85,15 +87,33 @@ def _move(beside: Path, target: Path) -> None:
         (beside / name).replace(target / name)
 
 
-def _carried(origin: Origin, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _check_names(manifest: Manifest, state: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a state in part before anything is written: what it lacks would be gone.
+
+    Raises:
+        UsageError: naming a tensor that is missing.
+    """
+    lacking = sorted(record.target for record in manifest.tensors if record.target not in state)
+    if lacking:
+        raise UsageError(
+            f"the state lacks {len(lacking)} tensors, e.g. {lacking[0]!r}", fix="pass the whole state dict"
+        )
+
+
+def _carried(origin: Origin, state: Mapping[str, torch.Tensor], own: Collection[str]) -> dict[str, torch.Tensor]:
     """The tensors that the directory holds and the model has no place for, so that a packed save loses none.
+
+    `own` are the names that the model has; they tell which ones these are where the conversion had no model check.
 
     Raises:
         UsageError: the directory the model came from is gone.
     """
-    wanted = set(origin.manifest.carried)
+    manifest = origin.manifest
+    wanted = set(manifest.carried)
+    if not manifest.model_checked:
+        wanted = {record.target for record in manifest.tensors} - set(own)
     found: dict[str, torch.Tensor] = {}
-    for name in origin.manifest.weight_files if wanted else ():
+    for name in manifest.weight_files if wanted else ():
         path = origin.directory / name
         if not path.is_file():
             raise UsageError(
@@ -135,6 +155,12 @@ def _complete(target: Path, origin: Origin) -> None:
             for key in opened.keys():  # noqa: SIM118 - not a dict
                 part = opened.get_slice(key)
                 stored[key] = (part.get_dtype(), tuple(part.get_shape()))
+    stray = sorted(stored.keys() - {record.target for record in manifest.tensors})
+    if stray:
+        raise UsageError(
+            f"{len(stray)} tensors were not there at conversion, e.g. {stray[0]!r}",
+            fix="save the stock layout, without variant, and convert that",
+        )
     tensors = tuple(
         _as_stored(record, *stored[record.target]) for record in manifest.tensors if record.target in stored
     )

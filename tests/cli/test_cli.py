@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -11,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from kconvert import load_converted
 from kconvert.cli import main
 from kconvert.cli.output import format_bytes
+from kconvert.cli.plan import _braced, _ranges
 from kconvert.kernels.registry import Registry
+from kconvert.manifest import load_manifest
 from tests.support import qwen3_config, qwen3_tensors, read_raw, write_checkpoint, write_recipe
 
 Capture = pytest.CaptureFixture[str]
@@ -31,6 +37,10 @@ def _error_line(err: str) -> str:
     lines = [line for line in err.splitlines() if line.startswith("kconvert: error: ")]
     assert len(lines) == 1, err
     return lines[0]
+
+
+def _files(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -82,10 +92,81 @@ def test_plan_json_holds_every_match_and_every_tensor(source: Path, capsys: Capt
     ]
 
 
-def test_plan_fits_80_columns(source: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", ["qwen3", "qwen3-fused-norm-mlp"])
+def test_plan_fits_80_columns(source: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    _, out, _ = _run(capsys, "plan", "qwen3", source)
+    _, out, _ = _run(capsys, "plan", recipe, source)
     assert max(map(len, out.splitlines())) <= 80
+
+
+def _matched(out: str) -> list[str]:
+    """The lines of the plan's part on matches."""
+    return out.partition("Matched\n")[2].partition("\n\nTensors\n")[0].splitlines()
+
+
+def test_plan_shows_every_match_with_its_place_in_the_recipe_and_its_kernels(source: Path, capsys: Capture) -> None:
+    _, out, _ = _run(capsys, "plan", "qwen3", source)
+    norm_kernels = "      kernels: cuda_fused_rmsnorm, npu_fused_rmsnorm, cpu_fused_rmsnorm"
+    assert _matched(out) == [
+        "  qwen3.yaml:6  rms_norm",
+        "      Qwen3RMSNorm at model.layers.{0-1}.input_layernorm",
+        norm_kernels,
+        "  qwen3.yaml:8  rms_norm",
+        "      Qwen3RMSNorm at model.layers.{0-1}.post_attention_layernorm",
+        norm_kernels,
+        "  qwen3.yaml:10  rms_norm",
+        "      Qwen3RMSNorm at model.layers.{0-1}.self_attn.q_norm",
+        norm_kernels,
+        "  qwen3.yaml:12  rms_norm",
+        "      Qwen3RMSNorm at model.layers.{0-1}.self_attn.k_norm",
+        norm_kernels,
+        "  qwen3.yaml:14  rms_norm",
+        "      Qwen3RMSNorm at model.norm",
+        norm_kernels,
+        "  qwen3.yaml:16  gated_mlp",
+        "      Qwen3MLP at model.layers.{0-1}.mlp",
+        "      kernels: cuda_fused_swiglu, npu_fused_swiglu, cpu_fused_swiglu",
+    ]
+
+
+def test_plan_shows_what_a_number_set_took_of_a_fusion(tmp_path: Path, capsys: Capture) -> None:
+    source = write_checkpoint(tmp_path / "my-model", qwen3_tensors(layers=12), qwen3_config(layers=12))
+    recipe = write_recipe(
+        tmp_path / "my.yaml",
+        "  - kernel: cpu_fused_rmsnorm_swiglu\n    fuse:\n"
+        '      - {class: Qwen3RMSNorm, path: "model.layers.{0-2,5,9-11}.post_attention_layernorm"}\n'
+        '      - {class: Qwen3MLP, path: "model.layers.{11,0-2,5,9-10}.mlp"}\n',
+    )
+    _, out, _ = _run(capsys, "apply", recipe, source, "--dry-run", "--no-model-check")
+    assert _matched(out) == [
+        "  my.yaml:5  norm_gated_mlp",
+        "      Qwen3RMSNorm at model.layers.{0-2,5,9-11}.post_attention_layernorm",
+        "      Qwen3MLP at model.layers.{0-2,5,9-11}.mlp",
+        "      kernels: cpu_fused_rmsnorm_swiglu",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([7], "7"), ([0, 1], "0-1"), ([0, 1, 2, 5], "0-2,5"), ([10, 9, 2, 0, 1], "0-2,9-10"), ([0, 2, 4], "0,2,4")],
+)
+def test_ranges(numbers: list[int], text: str) -> None:
+    assert _ranges(numbers) == text
+
+
+@pytest.mark.parametrize(
+    ("paths", "shown"),
+    [
+        (["model.norm"], ["model.norm"]),
+        (["model.layers.10.mlp", "model.layers.2.mlp", "model.layers.3.mlp"], ["model.layers.{2-3,10}.mlp"]),
+        (["layers.0.a", "norm", "layers.0.b", "layers.1.a"], ["layers.{0-1}.a", "norm", "layers.{0}.b"]),
+        # only the first number becomes a set: both as sets would show paths that were not matched
+        (["h.0.e.3", "h.0.e.4", "h.1.e.3"], ["h.{0-1}.e.3", "h.{0}.e.4"]),
+        (["0", "1"], ["{0-1}"]),
+    ],
+)
+def test_paths_in_brace_notation(paths: list[str], shown: list[str]) -> None:
+    assert _braced(paths) == shown
 
 
 def test_the_plan_is_the_same_without_the_model_check(source: Path, capsys: Capture) -> None:
@@ -213,6 +294,37 @@ def test_overwrite_does_not_touch_foreign_files(source: Path, tmp_path: Path, ca
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
 
 
+@pytest.mark.parametrize("added", ["notes.txt", "checkpoint-500/optimizer.pt", "model.safetensors"])
+def test_overwrite_keeps_an_output_with_files_that_were_added(source: Path, capsys: Capture, added: str) -> None:
+    output = source.with_name("my-model-kconvert")
+    assert _run(capsys, "apply", "qwen3", source)[0] == 0
+    (output / added).parent.mkdir(exist_ok=True)
+    (output / added).write_text("mine")
+    before = _files(source.parent)
+    for more in ([], ["--dry-run"]):
+        code, out, err = _run(capsys, "apply", "qwen3", source, "--overwrite", *more)
+        assert (code, out) == (7, "")
+        assert f"{output}: output holds {added!r}, which kconvert did not write" in _error_line(err)
+    assert _files(source.parent) == before
+    (output / added).unlink()
+    assert _run(capsys, "apply", "qwen3", source, "--overwrite")[0] == 0
+    assert sorted(path.name for path in source.parent.iterdir()) == ["my-model", "my-model-kconvert"]
+
+
+@pytest.mark.parametrize("place", ["elsewhere", "into the output"])
+def test_overwrite_keeps_what_a_model_was_saved_as(source: Path, capsys: Capture, place: str) -> None:
+    """It may hold weeks of training; what `apply` wrote can be made again."""
+    output = source.with_name("my-model-kconvert")
+    assert _run(capsys, "apply", "qwen3", source)[0] == 0
+    saved = output if place == "into the output" else source.with_name("trained")
+    load_converted(output).save_pretrained(saved, variant="kconvert")
+    before = _files(source.parent)
+    code, _, err = _run(capsys, "apply", "qwen3", source, "-o", saved, "--overwrite")
+    assert code == 7
+    assert f"{saved}: output holds weights that a model was saved as" in _error_line(err)
+    assert _files(source.parent) == before
+
+
 def test_untrusted_package_is_code_8(source: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "layers.py").write_text("raise SystemExit('imported')\n")
@@ -224,6 +336,45 @@ def test_untrusted_package_is_code_8(source: Path, tmp_path: Path, capsys: Captu
     code, _, err = _run(capsys, "apply", recipe, source)
     assert code == 8
     assert "--trust-remote-code" in _error_line(err)
+
+
+NOISY = """
+import sys
+from torch import nn
+
+print("imported")
+sys.stdout.write("no line end")
+
+class Norm:
+    def forward(self, hidden_states):
+        return hidden_states * self.weight
+
+class NormLayout(nn.Module):
+    conversion_mapping = ()
+
+    def __init__(self, hidden_size, eps=1e-6):
+        print("made")
+        super().__init__()
+        self.weight = nn.Parameter(nn.Linear(1, hidden_size).weight[:, 0])
+"""
+
+
+@pytest.mark.parametrize("command", [["apply"], ["apply", "--dry-run"], ["plan"]])
+def test_json_is_one_value_whatever_a_package_prints(
+    source: Path, tmp_path: Path, capsys: Capture, command: list[str]
+) -> None:
+    (tmp_path / "package").mkdir()
+    # the digest names the module: text of its own, so that it is imported by this test
+    (tmp_path / "package" / "layers.py").write_text(f"# {command}\n{NOISY}")
+    entry = (
+        "  - kernel: ./package:Norm\n    trust_remote_code: true\n"
+        '    replace: {class: Qwen3RMSNorm, path: "model.norm"}\n'
+    )
+    recipe = write_recipe(tmp_path / "my.yaml", entry)
+    code, out, err = _run(capsys, *command, recipe, source, "--trust-remote-code", "--json")
+    assert code == 0, err
+    assert isinstance(json.loads(out), dict)
+    assert [text for text in ("imported", "no line end", "made") if text not in err] == []
 
 
 def test_interrupt_is_code_130_and_leaves_nothing(
@@ -287,6 +438,74 @@ def test_carried_tensors_are_announced(tmp_path: Path, capsys: Capture) -> None:
     code, _, err = _run(capsys, "apply", "qwen3", source)
     assert code == 0, err
     assert "mtp.fc.weight" in err
+
+
+@pytest.mark.parametrize("more", [[], ["--no-model-check"]])
+@pytest.mark.parametrize("key", ["model_type", "architectures"])
+def test_a_config_that_names_no_model_is_code_4(tmp_path: Path, capsys: Capture, key: str, more: list[str]) -> None:
+    config = {name: value for name, value in qwen3_config().items() if name != key}
+    source = write_checkpoint(tmp_path / "my-model", qwen3_tensors(), config)
+    code, _, err = _run(capsys, "apply", "qwen3", source, *more)
+    assert code == 4
+    assert f"{source}: config.json names no {key}" in _error_line(err)
+    assert [path.name for path in tmp_path.iterdir()] == ["my-model"]
+
+
+def test_model_code_of_the_directory_is_not_run_and_there_is_a_way_without(tmp_path: Path, capsys: Capture) -> None:
+    config = qwen3_config(
+        model_type="kconvert_test_type",
+        architectures=["MyForCausalLM"],
+        auto_map={"AutoConfig": "modeling_my.MyConfig", "AutoModelForCausalLM": "modeling_my.MyForCausalLM"},
+    )
+    source = write_checkpoint(tmp_path / "my-model", qwen3_tensors(), config)
+    (source / "modeling_my.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    recipe = write_recipe(
+        tmp_path / "my.yaml",
+        '  - kernel: cpu_fused_swiglu\n    replace: {class: MyMLP, path: "model.layers.*.mlp"}\n',
+        model_type="kconvert_test_type",
+    )
+    code, _, err = _run(capsys, "apply", recipe, source, "--trust-remote-code")
+    assert code == 8
+    assert "MyForCausalLM is defined by code in this directory" in _error_line(err)
+    assert "--no-model-check" in _error_line(err)
+    assert not source.with_name("my-model-kconvert").exists()
+    code, out, err = _run(capsys, "apply", recipe, source, "--no-model-check")
+    assert code == 0, err
+    manifest = load_manifest(Path(out.strip()))
+    assert not manifest.model_checked
+    assert "model.layers.1.mlp.gate_up_proj.weight" in manifest.tensors_by_target()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_way_without_the_model_is_closed_where_names_are_mapped(tmp_path: Path, capsys: Capture) -> None:
+    config = qwen3_config(model_type="qwen2_moe")
+    source = write_checkpoint(tmp_path / "my-model", qwen3_tensors(), config)
+    entry = '  - kernel: cpu_fused_swiglu\n    replace: {class: X, path: "model.layers.*.mlp"}\n'
+    recipe = write_recipe(tmp_path / "my.yaml", entry, model_type="qwen2_moe")
+    code, _, err = _run(capsys, "apply", recipe, source, "--no-model-check")
+    assert code == 4
+    assert "leave out --no-model-check" in _error_line(err)
+
+
+def test_an_output_where_nothing_can_be_made_is_code_6(source: Path, capsys: Capture) -> None:
+    code, out, err = _run(capsys, "apply", "qwen3", source, "-o", "/proc/foo", "--no-model-check")
+    assert (code, out) == (6, "")
+    assert "/proc/foo" in _error_line(err) or "/proc:" in _error_line(err)
+
+
+def test_a_path_that_is_not_utf8_can_be_shown(tmp_path: Path) -> None:
+    """Where stdout is strict, as in most locales; in the C locale it is not."""
+    folder = tmp_path / os.fsdecode(b"mod\xe9l")
+    source = write_checkpoint(folder / "my-model", qwen3_tensors(), qwen3_config())
+    for argv in (["apply"], ["apply", "--json", "--overwrite"], ["plan"], ["plan", "--json"]):
+        written = io.BytesIO()
+        with contextlib.redirect_stdout(io.TextIOWrapper(written, "utf-8", errors="strict", write_through=True)):
+            assert main([*argv, "qwen3", str(source), "--no-model-check"]) == 0
+            shown = written.getvalue().decode()
+        if "--json" in argv:
+            json.loads(shown)
+        elif argv == ["apply"]:
+            assert shown == str(folder / "my-model-kconvert").replace("\udce9", "\\udce9") + "\n"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from kconvert.convert.resolve import resolve_recipe
 from kconvert.errors import RecipeError, UnknownKernelError
 from kconvert.kernels.specs import kernel_specs
 from kconvert.recipe import parse_recipe
-from tests.support import check_refused, qwen3_config, qwen3_tensors, write_checkpoint, write_recipe
+from tests.support import check_refused, convert, qwen3_config, qwen3_tensors, write_checkpoint, write_recipe
 
 MLP = '    replace: {class: Qwen3MLP, path: "model.layers.*.mlp"}\n'
 SWIGLU = "  - kernel: cpu_fused_swiglu\n"
@@ -154,6 +154,70 @@ def test_a_layout_that_does_not_fit_the_class(qwen3_dir: Path, tmp_path: Path) -
     for model_check in (True, False):
         words = [f"{recipe}:5", "layout 'rms_norm' does not fit 'model.layers.0.mlp'"]
         check_refused(RecipeError, 3, words, recipe, qwen3_dir, tmp_path / "out", model_check=model_check)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name", "path", "layout"),
+    [
+        ("cpu_fused_swiglu", "Qwen3Attention", "model.layers.*.self_attn", "gated_mlp"),
+        ("cpu_fused_swiglu", "Qwen3RMSNorm", "model.norm", "gated_mlp"),
+        ("cpu_fused_rmsnorm", "Qwen3Attention", "model.layers.*.self_attn", "rms_norm"),
+    ],
+)
+def test_a_kernel_for_another_kind_of_module(
+    qwen3_dir: Path, tmp_path: Path, kernel: str, name: str, path: str, layout: str
+) -> None:
+    """In the second entry, after one that fits: file and line are those of the entry at fault."""
+    patches = f'{SWIGLU}{MLP}  - kernel: {kernel}\n    replace: {{class: {name}, path: "{path}"}}\n'
+    refused(qwen3_dir, tmp_path, patches, 7, f"layout {layout!r} does not fit {path.replace('*', '0')!r}")
+
+
+def test_a_fusion_with_its_modules_swapped(qwen3_dir: Path, tmp_path: Path) -> None:
+    patches = """\
+  - kernel: cpu_fused_rmsnorm_swiglu
+    fuse:
+      - {class: Qwen3MLP, path: "model.layers.*.mlp"}
+      - {class: Qwen3RMSNorm, path: "model.layers.*.post_attention_layernorm"}
+"""
+    words = ["layout 'norm_gated_mlp' does not fit 'model.layers.0.mlp' and 'model.layers.0.post_attention_layernorm'"]
+    refused(qwen3_dir, tmp_path, patches, 5, *words)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "absent", "there"),
+    [("{0-2}", 2, "0, 1"), ("{1,7}", 7, "1"), ("{0-1,3-5}", 3, "0, 1"), ("{0-999999999}", 2, "0, 1")],
+)
+def test_a_number_that_no_module_has(qwen3_dir: Path, tmp_path: Path, numbers: str, absent: int, there: str) -> None:
+    path = f"model.layers.{numbers}.mlp"
+    patches = SWIGLU + f'    replace: {{class: Qwen3MLP, path: "{path}"}}\n'
+    words = [f"path pattern {path!r} names {absent}, and no module is there", f"the numbers that match are {there}"]
+    refused(qwen3_dir, tmp_path, patches, 6, *words)
+
+
+def test_a_number_that_only_one_of_two_fused_modules_has(tmp_path: Path) -> None:
+    """Layer 1 has no MLP of its own: the set of the MLP is at fault, on its own line."""
+    tensors = {name: tensor for name, tensor in qwen3_tensors().items() if "layers.1.mlp." not in name}
+    source = write_checkpoint(tmp_path / "in", tensors, qwen3_config())
+    patches = """\
+  - kernel: cpu_fused_rmsnorm_swiglu
+    fuse:
+      - {class: Qwen3RMSNorm, path: "model.layers.{0-1}.post_attention_layernorm"}
+      - {class: Qwen3MLP, path: "model.layers.{0-1}.mlp"}
+"""
+    words = ["path pattern 'model.layers.{0-1}.mlp' names 1, and no module is there"]
+    refused(source, tmp_path, patches, 8, *words, model_check=False)
+
+
+def test_a_number_set_that_is_all_there(qwen3_dir: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(
+        tmp_path / "r.yaml", SWIGLU + '    replace: {class: Qwen3MLP, path: "model.layers.{1,0-1}.mlp"}\n'
+    )
+    for number, model_check in enumerate((True, False)):
+        result = convert(recipe, qwen3_dir, tmp_path / f"out{number}", model_check=model_check)
+        assert [claim.paths for claim in result.prepared.plan.claims] == [
+            ("model.layers.0.mlp",),
+            ("model.layers.1.mlp",),
+        ]
 
 
 def test_every_built_in_kernel_resolves_to_its_layout() -> None:

@@ -16,7 +16,7 @@ import torch
 from kconvert import load_converted
 from kconvert.errors import CheckpointError, KernelRefusedError, TrustError, UsageError
 from kconvert.manifest import load_manifest
-from kconvert.names import KERNELS_DIR, MANIFEST_NAME, SINGLE_NAME
+from kconvert.names import KERNELS_DIR, MANIFEST_NAME, SINGLE_NAME, SOURCE_HEADERS_NAME
 from tests.support import (
     check_refused,
     convert,
@@ -290,6 +290,32 @@ def test_side_files(single: Path, tmp_path: Path) -> None:
     assert set(manifest.sidecars) == {*kept, "config.json"}
     assert {item.name for item in manifest.omitted} == left.keys() - {".git/config"} | {".git"}
     assert all(item.reason for item in manifest.omitted)
+
+
+def test_names_that_are_not_utf8(single: Path, tmp_path: Path) -> None:
+    """A file system takes any bytes as a name; a manifest does not."""
+    for name in (b"x\xe9.txt", b"x\xe9.safetensors", b"sub/\xff.json", b"d\xe9/x.txt"):
+        path = single / os.fsdecode(name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    (single / "x\u00e9.txt").write_text("y")
+    result = convert("qwen3", single, tmp_path / "out")
+    shown = ["d\\udce9", "sub/\\udcff.json", "x\\udce9.safetensors", "x\\udce9.txt"]
+    for text in shown:
+        (warning,) = [item for item in result.prepared.warnings if item.startswith(f"{text!r} is not copied")]
+        assert "not valid UTF-8" in warning
+        warning.encode()
+    manifest = load_manifest(result.output)
+    assert [item.name for item in manifest.omitted] == shown
+    assert set(manifest.sidecars) == {"config.json", "x\u00e9.txt"}
+    names = {os.fsencode(path.relative_to(result.output)) for path in result.output.rglob("*") if path.is_file()}
+    assert names == {
+        b"config.json",
+        "x\u00e9.txt".encode(),
+        *(name.encode() for name in (MANIFEST_NAME, SINGLE_NAME, SOURCE_HEADERS_NAME)),
+    }
+    assert load_converted(result.output) is not None
+    convert("qwen3", single, tmp_path / "out", overwrite=True)
 
 
 def test_kernel_packages_of_the_source_stay_behind(single: Path, tmp_path: Path) -> None:

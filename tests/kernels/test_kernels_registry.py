@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -14,12 +16,25 @@ import pytest
 import torch
 from torch import nn
 
-from kconvert.kernels import BaseKernel, DeviceType, LayoutKernel, Registry, ops, register_kernel, scan_all_kernels
+import kconvert
+from kconvert.errors import KconvertError, KernelUnavailableError, RegistrationError
+from kconvert.kernels import (
+    BaseKernel,
+    DeviceType,
+    LayoutKernel,
+    Registry,
+    apply_default_kernels,
+    apply_kernel,
+    ops,
+    register_kernel,
+    scan_all_kernels,
+)
 from kconvert.kernels import registry as module
 from kconvert.kernels.assign import layout_kernels, load_layout
 from kconvert.kernels.device import current_accelerator, device_reason
 from kconvert.kernels.registry import check_deps_reason, get_known_kernel
 from kconvert.kernels.specs import kernel_specs, layout_specs
+from tests.support import tiny_model
 
 BUILT_IN = {
     f"{device}_fused_{name}": DeviceType(device)
@@ -78,8 +93,11 @@ def test_what_is_no_base_kernel_is_refused(value: Any) -> None:
     ],
 )
 def test_both_attributes_are_wanted(attributes: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(RegistrationError, match=named) as caught:
         Registry.register(type("TestKernel", (BaseKernel,), attributes))
+    assert isinstance(caught.value, KconvertError)
+    assert isinstance(caught.value, TypeError)
+    assert isinstance(caught.value, ValueError)
     assert "test_kernel" not in Registry.catalog()
 
 
@@ -207,6 +225,22 @@ def test_check_deps_may_answer_with_a_bool(answer: Any, reason: str | None) -> N
     assert found is None if reason is None else reason in str(found)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no driver"), ImportError("no driver"), AttributeError("no driver")])
+def test_check_deps_that_raises_is_a_reason(error: Exception) -> None:
+    def fails(cls: Any) -> None:
+        raise error
+
+    kernel = register_kernel(_kernel())
+    kernel.check_deps = classmethod(fails)  # type: ignore[method-assign,assignment]
+    assert check_deps_reason(kernel) == f"its check_deps() fails ({type(error).__name__}: no driver)"
+    model = tiny_model("llama")
+    with pytest.raises(KernelUnavailableError, match=r"'test_kernel' cannot run.*no driver"):
+        apply_kernel("test_kernel", model=model)
+    kernel.default = True
+    apply_default_kernels(model, "auto")
+    assert set(model.kconvert_report.to_dict()["kernels"]) == {"cpu_fused_rmsnorm", "cpu_fused_swiglu"}
+
+
 # --- scanning ---------------------------------------------------------------------------------------
 
 
@@ -256,7 +290,9 @@ def test_a_published_kernel_is_available_once(tmp_path: Path, monkeypatch: pytes
             KERNEL_FILE.format(name="cpu_fused_swiglu", device="CPU"),
             "RegistrationError: kernel ID 'cpu_fused_swiglu' is taken",
         ),
-        ("raise ValueError", "ValueError: ValueError"),
+        ("raise ValueError", "ValueError: no message"),
+        ("import sys\nsys.exit(3)", "SystemExit: 3"),
+        ("raise SystemExit('no licence')", "SystemExit: no licence"),
     ],
 )
 def test_a_broken_module_is_named_and_taken_back(
@@ -324,3 +360,46 @@ def test_a_broken_folder_below_ops_takes_nothing_down(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert set(Registry.catalog()) == {*BUILT_IN, "test_good"}
+
+
+# --- torch ------------------------------------------------------------------------------------------
+
+
+BROKEN_TORCH = """
+import sys, warnings
+from kconvert.errors import KernelUnavailableError
+from kconvert.kernels import Registry, apply_kernel, scan_all_kernels
+
+warnings.simplefilter("error")
+for number, call in enumerate((scan_all_kernels, Registry.catalog, lambda: Registry.get("cpu_fused_swiglu"))):
+    try:
+        call()
+    except KernelUnavailableError as error:
+        assert str(error).startswith("torch does not import (OSError: libhccl.so: no such file); where"), error
+        assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in str(error)
+    else:
+        raise AssertionError(number)
+print(len(open(sys.argv[1]).read()))
+"""
+
+
+def test_a_torch_that_does_not_import_is_tried_once_and_named(tmp_path: Path) -> None:
+    """A second try can crash the interpreter, and nine kernel files would each report the same."""
+    (tmp_path / "torch").mkdir()
+    tries = tmp_path / "tries"
+    (tmp_path / "torch" / "__init__.py").write_text(
+        f"with open({str(tries)!r}, 'a') as opened:\n    opened.write('x')\n"
+        "raise OSError('libhccl.so: no such file\\nsecond line')\n",
+        encoding="utf-8",
+    )
+    root = Path(kconvert.__file__).resolve().parents[1]
+    found = subprocess.run(
+        [sys.executable, "-c", BROKEN_TORCH, str(tries)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])},
+        cwd=tmp_path,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == ["1"]

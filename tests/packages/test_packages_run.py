@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from kconvert.errors import UsageError
 from kconvert.names import KERNELS_DIR, MANIFEST_NAME, SINGLE_NAME, STOCK_SINGLE_NAME
-from tests.packages.helpers import CUSTOM, FUSED, fuse, load, logits, replace, run_recipe, stock
+from tests.packages.helpers import CUSTOM, FUSED, NORM, fuse, load, logits, replace, run_recipe, stock, write_package
 from tests.support import read_raw
 
 LAYERS = (0, 1)
@@ -215,3 +216,42 @@ def test_stock_names_load_into_the_packed_model(converted_both_dir: Path, qwen3_
     assert not torch.equal(logits(model), expected)
     model.load_state_dict(stock(qwen3_dir).state_dict())
     assert torch.equal(logits(model), expected)
+
+
+def test_packed_names_load_and_weights_of_adapters_do_not(converted_both_dir: Path, qwen3_dir: Path) -> None:
+    """A renamed norm keeps its module: only the projections have lost theirs."""
+    model, expected = load(converted_both_dir, kernels="reference"), stock(qwen3_dir)
+    for factor, state in ((0.5, expected.state_dict()), (0.5, model.state_dict())):
+        values = {name: tensor * factor for name, tensor in state.items()}
+        for strict in (True, False):
+            result = model.load_state_dict(values, strict=strict)
+            assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert "model.layers.0.input_layernorm.scale" in model.state_dict()
+    expected.load_state_dict({name: tensor * 0.25 for name, tensor in expected.state_dict().items()})
+    assert torch.equal(logits(model), logits(expected))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        key = f"model.layers.1.mlp.{name}.lora_A.default.weight"
+        with pytest.raises(UsageError, match=rf"'model\.layers\.1\.mlp\.{name}', which is packed"):
+            model.load_state_dict({key: torch.zeros(2, 32)}, strict=False)
+    for key in ("model.layers.1.self_attn.o_proj.lora_A.default.weight", "model.layers.1.input_layernorm.other"):
+        assert model.load_state_dict({key: torch.zeros(2, 32)}, strict=False).unexpected_keys == [key]
+
+
+def test_an_inner_model_saves_stock_names(converted_both_dir: Path, qwen3_dir: Path, tmp_path: Path) -> None:
+    model, source = load(converted_both_dir), read_raw(qwen3_dir)
+    model.model.save_pretrained(tmp_path)
+    expected = {name.removeprefix("model."): value for name, value in source.items() if name != "lm_head.weight"}
+    assert read_raw(tmp_path) == expected
+    model.model.load_state_dict(stock(qwen3_dir).model.state_dict())
+    torch.testing.assert_close(logits(model), logits(stock(qwen3_dir)), rtol=0, atol=1e-5)
+
+
+def test_loading_draws_nothing(tmp_path: Path, qwen3_dir: Path) -> None:
+    """Not even where a layout's buffer is made again, and its `__init__` draws."""
+    noisy = NORM.replace("self.eps = eps", "self.eps = eps; self.noise = torch.rand(3)")
+    write_package(tmp_path, noisy)
+    output = run_recipe(tmp_path, replace("./package:Norm"), qwen3_dir)
+    before = torch.get_rng_state()
+    model = load(output)
+    assert model.model.layers[0].input_layernorm.noise.device.type == "cpu"
+    assert torch.equal(torch.get_rng_state(), before)

@@ -104,6 +104,31 @@ def test_package_with_relative_imports(home: str, tmp_path: Path, qwen3_dir: Pat
     torch.testing.assert_close(logits(load(output)), logits(stock(qwen3_dir)), rtol=0, atol=1e-5)
 
 
+def test_relative_imports_without_an_init(tmp_path: Path, qwen3_dir: Path) -> None:
+    package = write_package(tmp_path, NORM.replace("1e-6", "EPS") + "\n")
+    text = (package / "layers.py").read_text(encoding="utf-8")
+    (package / "layers.py").write_text("from .util import EPS\nfrom . import util\n" + text, encoding="utf-8")
+    (package / "util.py").write_text("from .inner.numbers import EPS\n", encoding="utf-8")
+    (package / "inner").mkdir()
+    (package / "inner" / "numbers.py").write_text("EPS = 1e-6\n", encoding="utf-8")
+    output = run_recipe(tmp_path, replace("./package:Norm"), qwen3_dir)
+    model = load(output)
+    assert {module.kernel for module in model.kconvert_report.modules} == {"./package:Norm"}
+    torch.testing.assert_close(logits(model), logits(stock(qwen3_dir)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("folder", ["build/torch-cpu", "torch-ext/norm"])
+def test_a_package_that_is_further_down_is_named(folder: str, tmp_path: Path, qwen3_dir: Path) -> None:
+    """As the Hub's kernels lay theirs out."""
+    write_package(tmp_path / "package", NORM, folder)
+    with pytest.raises(
+        RecipeError, match=rf"neither __init__\.py nor layers\.py.*name the folder.*, {folder}"
+    ) as caught:
+        run_recipe(tmp_path, replace("./package:Norm"), qwen3_dir)
+    assert failure(caught.value)[0] == 3
+    run_recipe(tmp_path, replace(f"./package/{folder}:Norm"), qwen3_dir)
+
+
 # --- the adapter ------------------------------------------------------------------------------------
 
 

@@ -230,9 +230,28 @@ def _pipe(package: Path) -> str:
     return "pipe"
 
 
+def _name_not_utf8(package: Path) -> str:
+    (package / os.fsdecode(b"x\xe9.txt")).write_text("", encoding="utf-8")
+    return "holds a file named 'x\\\\udce9.txt'"
+
+
+def _folder_not_utf8(package: Path) -> str:
+    (package / os.fsdecode(b"d\xe9")).mkdir()
+    return "holds a file named 'd\\\\udce9'"
+
+
 @pytest.mark.parametrize(
     "spoil",
-    [_byte_code, _plain_byte_code, _link_to_file, _link_to_folder, _broken_link, _pipe],
+    [
+        _byte_code,
+        _plain_byte_code,
+        _link_to_file,
+        _link_to_folder,
+        _broken_link,
+        _pipe,
+        _name_not_utf8,
+        _folder_not_utf8,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_byte_code_links_and_special_files_are_refused(
@@ -245,6 +264,7 @@ def test_byte_code_links_and_special_files_are_refused(
     code, text = failure(caught.value)
     assert code == 8
     assert name in text
+    text.encode()
     assert not marker.exists()
     assert not (tmp_path / "out").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,30 @@ def test_strict_passes_where_every_module_has_a_kernel(pair: Pair) -> None:
     assert counts
 
 
+UNUSABLE = [["npu_fused_swiglu"], ["npu_fused_swiglu", "npu_fused_rmsnorm", "npu_fused_rmsnorm_swiglu"], []]
+
+
+@pytest.mark.parametrize("kernels", UNUSABLE)
+def test_a_list_of_kernels_of_which_none_runs_is_said_once(pair: Pair, kernels: list[str]) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model = pair.load(kernels=kernels)
+    assert set(model.kconvert_report.to_dict()["kernels"]) == {"reference"}
+    (message,) = [str(each.message) for each in seen if issubclass(each.category, UserWarning)]
+    assert message.startswith(f"{len(model.kconvert_report.modules)} modules run their reference, e.g. model.layers.0.")
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    ["reference", ["cpu_fused_swiglu", "cpu_fused_rmsnorm_swiglu"], ["npu_fused_swiglu", "cpu_fused_rmsnorm"]],
+)
+def test_what_runs_or_was_asked_for_is_not_warned_of(pair: Pair, kernels: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = pair.load(kernels=kernels)
+    assert (set(model.kconvert_report.to_dict()["kernels"]) == {"reference"}) == (kernels == "reference")
+
+
 def test_a_list_of_kernels_limits_what_runs(qwen3: Pair) -> None:
     model = qwen3.load(kernels=["cpu_fused_swiglu"])
     kernels = {item.path: item.kernel for item in model.kconvert_report.modules}
@@ -103,9 +128,11 @@ def test_a_list_of_kernels_limits_what_runs(qwen3: Pair) -> None:
         "model.layers.0.mlp",
         "model.layers.1.mlp",
     }
-    assert qwen3.load(kernels=[]).kconvert_report.to_dict()["kernels"] == {"reference": 11}
+    with pytest.warns(UserWarning, match="11 modules run their reference"):
+        none = qwen3.load(kernels=[])
+    assert none.kconvert_report.to_dict()["kernels"] == {"reference": 11}
     stock = logits(qwen3.stock())
-    assert torch.equal(logits(qwen3.load(kernels=[])), stock)
+    assert torch.equal(logits(none), stock)
     torch.testing.assert_close(logits(model), stock, rtol=0, atol=1e-5)
 
 

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 from kconvert.errors import CheckpointError, KconvertError, LoadError, ManifestError, TrustError
 from kconvert.manifest import Manifest, PatchRecord, TensorRecord
 from kconvert.runtime import load_converted
+from kconvert.runtime.checks import check_loaded
 from tests.runtime.pairs import IDS, Pair, edit_config, edit_manifest, logits
-from tests.support import convert, tiny_config, write_recipe
+from tests.support import check_refused, convert, tiny_config, write_recipe
 
 WEIGHTS = "model.kconvert.safetensors"
 GATE_UP = "model.layers.0.mlp.gate_up_proj.weight"
@@ -247,6 +248,66 @@ def _manifest(pair: Pair) -> Manifest:
     return load_manifest(pair.converted)
 
 
+def test_a_module_that_is_listed_twice(mine: Pair) -> None:
+    patch = next(patch for patch in _manifest(mine).patches if patch.classes == ("Qwen3MLP",))
+    edit_patch(mine.converted, "Qwen3MLP", modules=(*patch.modules, patch.modules[0]))
+    with pytest.raises(ManifestError, match="a module is patched twice"):
+        mine.load()
+
+
+def test_a_module_of_two_patches(mine: Pair) -> None:
+    edit_manifest(mine.converted, lambda old: replace(old, patches=(*old.patches, old.patches[0])))
+    with pytest.raises(ManifestError, match="a module is patched twice"):
+        mine.load()
+
+
+@pytest.mark.parametrize(
+    "values", [{"classes": ()}, {"kernels": ()}, {"classes": (), "modules": ((),)}, {"kind": "swap"}], ids=str
+)
+def test_a_patch_that_lacks_what_it_needs(mine: Pair, values: dict[str, Any]) -> None:
+    edit_patch(mine.converted, "Qwen3MLP", **values)
+    with pytest.raises(ManifestError, match="is malformed"):
+        mine.load()
+
+
+@pytest.mark.parametrize("rows", [(40, 56), (56, 40), (0, 96), (95, 1)])
+def test_parts_of_other_sizes_that_add_up(mine: Pair, rows: tuple[int, int]) -> None:
+    """The packed weight would load, and stock names would be given the wrong rows."""
+
+    def change(old: TensorRecord) -> TensorRecord:
+        assert [part.rows for part in old.parts] == [48, 48]
+        return replace(old, parts=tuple(replace(part, rows=n) for part, n in zip(old.parts, rows, strict=True)))
+
+    edit_tensor(mine.converted, GATE_UP, change)
+    with pytest.raises(
+        ManifestError, match=rf"gate_proj\.weight' has 48 rows in the model and {rows[0]} in the manifest"
+    ):
+        mine.load()
+
+
+def test_parts_that_do_not_add_up(mine: Pair) -> None:
+    edit_tensor(mine.converted, GATE_UP, lambda old: replace(old, parts=(old.parts[0], replace(old.parts[1], rows=47))))
+    with pytest.raises(ManifestError, match="do not add up"):
+        mine.load()
+
+
+# --- ties -------------------------------------------------------------------------------------------
+
+
+def test_a_tie_that_is_broken_while_loading(tied: Pair) -> None:
+    model, manifest = tied.load(), _manifest(tied)
+    check_loaded(model, {}, manifest)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(
+        LoadError, match=r"'lm_head\.weight' is tied to 'model\.embed_tokens\.weight', but they are two"
+    ):
+        check_loaded(model, {}, manifest)
+
+
+def test_two_tensors_that_are_not_tied(qwen3: Pair) -> None:
+    check_loaded(qwen3.load(), {}, _manifest(qwen3))
+
+
 # --- config.json and code ---------------------------------------------------------------------------
 
 
@@ -258,12 +319,43 @@ def test_an_edited_config_is_warned_of_and_used(mine: Pair) -> None:
     torch.testing.assert_close(logits(model), logits(mine.stock(rms_norm_eps=1e-2)), rtol=0, atol=1e-5)
 
 
+FOREIGN_ATTENTION = ["org/repo", "flash_attention_2", "flash_attention_3", "no_such"]
+
+
+@pytest.mark.parametrize("attention", FOREIGN_ATTENTION)
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
-def test_attention_code_named_by_the_config(mine: Pair, key: str) -> None:
-    """S5: a data file may not fetch code."""
-    edit_config(mine.converted, **{key: "org/repo"})
-    with pytest.warns(UserWarning, match="changed"), pytest.raises(TrustError, match="org/repo"):
+def test_attention_code_named_by_the_config(mine: Pair, key: str, attention: str) -> None:
+    """S5: a data file may not fetch code; transformers takes flash attention from the Hub where it is not installed."""
+    edit_config(mine.converted, **{key: attention})
+    with pytest.warns(UserWarning, match="changed"), pytest.raises(TrustError, match=attention):
         mine.load()
+
+
+@pytest.mark.parametrize("attention", FOREIGN_ATTENTION)
+def test_attention_code_named_by_the_source(qwen3: Pair, tmp_path: Path, attention: str) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(qwen3.source, source)
+    edit_config(source, attn_implementation=attention)
+    check_refused(TrustError, 8, [attention, "attn_implementation="], "qwen3", source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("attention", FOREIGN_ATTENTION)
+@pytest.mark.parametrize("own", ["eager", "sdpa"])
+def test_attention_that_the_caller_chooses(mine: Pair, attention: str, own: str) -> None:
+    """Then config.json has no say."""
+    edit_config(mine.converted, attn_implementation=attention)
+    with pytest.warns(UserWarning, match="changed"):
+        model = mine.load(attn_implementation=own, kernels="reference")
+    assert model.config._attn_implementation == own
+    assert torch.equal(logits(model), logits(mine.stock(attn_implementation=own)))
+
+
+@pytest.mark.parametrize("own", ["eager", "sdpa"])
+def test_own_attention_named_by_the_config(mine: Pair, own: str) -> None:
+    edit_config(mine.converted, attn_implementation=own)
+    with pytest.warns(UserWarning, match="changed"):
+        model = mine.load(kernels="reference")
+    assert model.config._attn_implementation == own
 
 
 def test_an_adapter_put_beside_the_weights(mine: Pair) -> None:

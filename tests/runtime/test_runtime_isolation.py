@@ -20,6 +20,7 @@ from kconvert.kernels.model import converted_class
 from kconvert.manifest import load_manifest
 from kconvert.runtime import load_converted
 from kconvert.runtime.patching import PatchedOnInit, PatchJob, ResolvedPatch, packings_of, patching, resolve_layout
+from tests.runtime.conftest import MakePair
 from tests.runtime.pairs import IDS, Pair, edit_config, logits
 from tests.support import tiny_config
 
@@ -274,3 +275,25 @@ def test_views_carry_the_flag_that_stops_initialisation(pair: Pair) -> None:
     assert mlp.gate_proj.weight._is_hf_initialized
     del mlp.gate_up_proj.weight._is_hf_initialized
     assert not hasattr(mlp.gate_proj.weight, "_is_hf_initialized")
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("recipe", ["qwen3", "qwen3-fused-norm-mlp", "llama"])
+def test_loading_draws_nothing(make_pair: MakePair, recipe: str, tie: bool) -> None:
+    """What the user draws next is what it is after a stock load."""
+    pair = make_pair(recipe, tie=tie)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    pair.stock()
+    assert torch.equal(torch.get_rng_state(), before)
+    for kernels in ("auto", "reference"):
+        pair.load(kernels=kernels)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_packed_projection_of_a_loaded_model_cannot_be_set(pair: Pair) -> None:
+    mlp = pair.load().get_submodule(pair.mlp(0))
+    for name in ("gate_proj", "up_proj"):
+        with pytest.raises(AttributeError, match="packed into gate_up_proj"):
+            setattr(mlp, name, nn.Linear(32, 48, bias=False))
+    assert "gate_up_proj" in dict(mlp.named_children())

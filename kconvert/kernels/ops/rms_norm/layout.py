@@ -159,7 +159,7 @@ def _plain_key(module: nn.Module) -> tuple[object, ...] | None:
 
 def _find_variant(module: nn.Module, eps: float) -> RMSNormVariant:
     size = module.get_parameter("weight").shape[0]
-    with torch.device("cpu"), torch.no_grad():
+    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(64, size, generator=generator)
         rows[::2] *= max(eps, 1e-12) ** 0.5
