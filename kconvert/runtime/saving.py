@@ -7,6 +7,7 @@ directory it came from, so that the result can be reverted and loaded like any c
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,7 +60,9 @@ class LoadedModel(PatchedOnInit):
         if is_main_process:  # others may hold no state at all
             _check_names(self.kconvert_origin.manifest, state)
         kwargs["save_original_format"] = False
-        beside = target.absolute().with_name(f"{target.absolute().name}.saving")
+        whole = target.absolute()
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f"{whole.name}.saving-", dir=whole.parent))
         try:
             # past ConvertedModel: the state dict is to keep its packed names
             result = type(model).kconvert_stock_class.save_pretrained(
@@ -69,8 +72,7 @@ class LoadedModel(PatchedOnInit):
                 _complete(beside, self.kconvert_origin)
                 _move(beside, target)
         finally:
-            if is_main_process:
-                shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(beside, ignore_errors=True)
         return result
 
 

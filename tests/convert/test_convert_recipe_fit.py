@@ -17,7 +17,7 @@ SWIGLU = "  - kernel: cpu_fused_swiglu\n"
 RMSNORM = "  - kernel: cpu_fused_rmsnorm\n"
 
 
-def refused(
+def expect_refused(
     source: Path,
     tmp_path: Path,
     patches: str,
@@ -35,7 +35,7 @@ def refused(
 def test_no_match(qwen3_dir: Path, tmp_path: Path) -> None:
     patches = SWIGLU + '    replace: {class: Qwen3MLP, path: "model.layers.*.mpl"}\n'
     words = ["path pattern 'model.layers.*.mpl' matches no module", "did you mean", "model.layers.*.mlp"]
-    refused(qwen3_dir, tmp_path, patches, 6, *words)
+    expect_refused(qwen3_dir, tmp_path, patches, 6, *words)
 
 
 @pytest.mark.parametrize("path", ["model.layers.mlp", "model.layers.*", "layers.*.mlp", "model.layers.{2-9}.mlp"])
@@ -48,13 +48,13 @@ def test_no_match_of_a_whole_path(qwen3_dir: Path, tmp_path: Path, path: str) ->
 def test_another_class(qwen3_dir: Path, tmp_path: Path) -> None:
     patches = SWIGLU + '    replace: {class: LlamaMLP, path: "model.layers.*.mlp"}\n'
     words = ["'model.layers.0.mlp' is a Qwen3MLP, the recipe names LlamaMLP"]
-    refused(qwen3_dir, tmp_path, patches, 6, *words, model_check=True)
+    expect_refused(qwen3_dir, tmp_path, patches, 6, *words, model_check=True)
 
 
 def test_a_module_taken_twice(qwen3_dir: Path, tmp_path: Path) -> None:
     second = SWIGLU + '    replace: {class: Qwen3MLP, path: "model.layers.{1}.mlp"}\n'
     words = ["'model.layers.1.mlp' is already taken by the entry at", "r.yaml:5"]
-    refused(qwen3_dir, tmp_path, SWIGLU + MLP + second, 7, *words)
+    expect_refused(qwen3_dir, tmp_path, SWIGLU + MLP + second, 7, *words)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -65,7 +65,7 @@ def test_a_module_and_a_part_of_it(qwen3_dir: Path, tmp_path: Path, turned: bool
     ]
     part, whole = (5, 7) if turned else (7, 5)
     words = ["'model.layers.0.self_attn.q_norm' is already taken by the entry at", f"r.yaml:{whole};"]
-    refused(qwen3_dir, tmp_path, "".join(patches[::-1] if turned else patches), part, *words)
+    expect_refused(qwen3_dir, tmp_path, "".join(patches[::-1] if turned else patches), part, *words)
 
 
 def test_a_fusion_and_a_replacement_of_one_of_its_modules(qwen3_dir: Path, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_fusion_and_a_replacement_of_one_of_its_modules(qwen3_dir: Path, tmp_p
       - {class: Qwen3RMSNorm, path: "model.layers.*.post_attention_layernorm"}
       - {class: Qwen3MLP, path: "model.layers.*.mlp"}
 """
-    refused(
+    expect_refused(
         qwen3_dir, tmp_path, fuse + SWIGLU + MLP, 9, "'model.layers.0.mlp' is already taken by the entry at", "r.yaml:5"
     )
 
@@ -87,7 +87,7 @@ def test_a_fused_sibling_that_is_missing(qwen3_dir: Path, tmp_path: Path) -> Non
       - {class: Qwen3RMSNorm, path: "model.layers.{0-1}.post_attention_layernorm"}
       - {class: Qwen3MLP, path: "model.layers.{0-1}.mpl"}
 """
-    refused(qwen3_dir, tmp_path, patches, 8, "'model.layers.{0-1}.mpl' matches no module")
+    expect_refused(qwen3_dir, tmp_path, patches, 8, "'model.layers.{0-1}.mpl' matches no module")
 
 
 def test_a_parent_with_only_one_of_the_two(tmp_path: Path) -> None:
@@ -102,12 +102,12 @@ def test_a_parent_with_only_one_of_the_two(tmp_path: Path) -> None:
 def test_kernels_of_different_layouts(qwen3_dir: Path, tmp_path: Path) -> None:
     patches = "  - kernel: [cpu_fused_swiglu, cpu_fused_rmsnorm]\n" + MLP
     words = ["different layouts", "cpu_fused_swiglu has gated_mlp", "cpu_fused_rmsnorm has rms_norm"]
-    refused(qwen3_dir, tmp_path, patches, 5, *words)
+    expect_refused(qwen3_dir, tmp_path, patches, 5, *words)
 
 
 def test_too_few_and_too_many_modules(qwen3_dir: Path, tmp_path: Path) -> None:
     patches = "  - kernel: cpu_fused_rmsnorm_swiglu\n" + MLP
-    refused(
+    expect_refused(
         qwen3_dir, tmp_path, patches, 5, "takes 2 modules, the entry names 1", "use fuse: with 2 modules (norm, mlp)"
     )
     patches = (
@@ -118,7 +118,7 @@ def test_too_few_and_too_many_modules(qwen3_dir: Path, tmp_path: Path) -> None:
       - {class: Qwen3MLP, path: "model.layers.*.mlp"}
 """
     )
-    refused(qwen3_dir, tmp_path, patches, 5, "takes 1 modules, the entry names 2", "use replace:")
+    expect_refused(qwen3_dir, tmp_path, patches, 5, "takes 1 modules, the entry names 2", "use replace:")
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_too_few_and_too_many_modules(qwen3_dir: Path, tmp_path: Path) -> None:
 )
 def test_an_unknown_kernel(qwen3_dir: Path, tmp_path: Path, kernel: str, near: str) -> None:
     words = [f"unknown kernel {kernel!r}", near]
-    refused(qwen3_dir, tmp_path, f"  - kernel: {kernel}\n{MLP}", 5, *words, error=UnknownKernelError)
+    expect_refused(qwen3_dir, tmp_path, f"  - kernel: {kernel}\n{MLP}", 5, *words, error=UnknownKernelError)
     listed = f"  - kernel: [cpu_fused_swiglu, {kernel}]\n{MLP}"
-    refused(qwen3_dir, tmp_path, listed, 5, *words, error=UnknownKernelError)
+    expect_refused(qwen3_dir, tmp_path, listed, 5, *words, error=UnknownKernelError)
 
 
 def test_another_model_type(qwen3_dir: Path, llama_dir: Path, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_kernel_for_another_kind_of_module(
 ) -> None:
     """In the second entry, after one that fits: file and line are those of the entry at fault."""
     patches = f'{SWIGLU}{MLP}  - kernel: {kernel}\n    replace: {{class: {name}, path: "{path}"}}\n'
-    refused(qwen3_dir, tmp_path, patches, 7, f"layout {layout!r} does not fit {path.replace('*', '0')!r}")
+    expect_refused(qwen3_dir, tmp_path, patches, 7, f"layout {layout!r} does not fit {path.replace('*', '0')!r}")
 
 
 def test_a_fusion_with_its_modules_swapped(qwen3_dir: Path, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_fusion_with_its_modules_swapped(qwen3_dir: Path, tmp_path: Path) -> N
       - {class: Qwen3RMSNorm, path: "model.layers.*.post_attention_layernorm"}
 """
     words = ["layout 'norm_gated_mlp' does not fit 'model.layers.0.mlp' and 'model.layers.0.post_attention_layernorm'"]
-    refused(qwen3_dir, tmp_path, patches, 5, *words)
+    expect_refused(qwen3_dir, tmp_path, patches, 5, *words)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_number_that_no_module_has(qwen3_dir: Path, tmp_path: Path, numbers: s
     path = f"model.layers.{numbers}.mlp"
     patches = SWIGLU + f'    replace: {{class: Qwen3MLP, path: "{path}"}}\n'
     words = [f"path pattern {path!r} names {absent}, and no module is there", f"the numbers that match are {there}"]
-    refused(qwen3_dir, tmp_path, patches, 6, *words)
+    expect_refused(qwen3_dir, tmp_path, patches, 6, *words)
 
 
 def test_a_number_that_only_one_of_two_fused_modules_has(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_number_that_only_one_of_two_fused_modules_has(tmp_path: Path) -> None
       - {class: Qwen3MLP, path: "model.layers.{0-1}.mlp"}
 """
     words = ["path pattern 'model.layers.{0-1}.mlp' names 1, and no module is there"]
-    refused(source, tmp_path, patches, 8, *words, model_check=False)
+    expect_refused(source, tmp_path, patches, 8, *words, model_check=False)
 
 
 def test_a_number_set_that_is_all_there(qwen3_dir: Path, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def _pad_header(path: Path) -> None:
     path.write_bytes(struct.pack("<Q", length + room) + data[8 : 8 + length] + b" " * room + data[8 + length :])
 
 
-def refused(source: Path, words: str, **kw: Any) -> None:
+def expect_refused(source: Path, words: str, **kw: Any) -> None:
     """Refused as a bad source; neither an output nor a partial directory nor anything else is left."""
     output = source.parent / "outputs" / "out"
     output.parent.mkdir()
@@ -127,16 +127,16 @@ def once(change: Change, path: Path) -> Callable[..., None]:
 @pytest.mark.parametrize("model_check", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_between_the_check_and_the_copy(weights: Path, change: Change, model_check: bool) -> None:
-    refused(weights.parent, f"{weights}: {SAID}", on_prepared=once(change, weights), model_check=model_check)
+    expect_refused(weights.parent, f"{weights}: {SAID}", on_prepared=once(change, weights), model_check=model_check)
 
 
 @pytest.mark.parametrize("change", [replace, rewrite_in_place, rewrite_with_old_times, change_one_byte])
 def test_changed_while_it_is_copied(weights: Path, change: Change) -> None:
-    refused(weights.parent, f"{weights}: {SAID}", on_progress=once(change, weights), model_check=False)
+    expect_refused(weights.parent, f"{weights}: {SAID}", on_progress=once(change, weights), model_check=False)
 
 
 def test_cut_while_it_is_copied(weights: Path) -> None:
-    refused(weights.parent, f"{weights}: ends early", on_progress=once(truncate, weights), model_check=False)
+    expect_refused(weights.parent, f"{weights}: ends early", on_progress=once(truncate, weights), model_check=False)
 
 
 def test_changed_while_its_header_is_read(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:

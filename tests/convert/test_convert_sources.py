@@ -50,7 +50,7 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(value))
 
 
-def refused(source: Path, *words: str, **kw: Any) -> None:
+def expect_refused(source: Path, *words: str, **kw: Any) -> None:
     """Refused as a damaged checkpoint, with and without the structural check."""
     for model_check in (True, False):
         output = source.parent / "out"
@@ -64,7 +64,7 @@ def test_a_tensor_in_two_files(sharded: Path) -> None:
     """A8."""
     first = {name: raw(qwen3_tensors()[name]) for name in NAMES[:9]}
     write_safetensors(sharded / ONE, {**first, NAMES[12]: raw(torch.zeros(16, 8))})
-    refused(sharded, f"tensor {NAMES[12]!r} is in two files", ONE, TWO)
+    expect_refused(sharded, f"tensor {NAMES[12]!r} is in two files", ONE, TWO)
 
 
 def test_a_file_that_the_index_does_not_name(sharded: Path, tmp_path: Path) -> None:
@@ -79,19 +79,19 @@ def test_a_file_that_the_index_does_not_name(sharded: Path, tmp_path: Path) -> N
 
 def test_a_single_file_beside_an_index_of_others(sharded: Path) -> None:
     write_safetensors(sharded / "model.safetensors", {"a": raw(torch.zeros(1))})
-    refused(sharded, "holds both model.safetensors and", INDEX)
+    expect_refused(sharded, "holds both model.safetensors and", INDEX)
 
 
 def test_a_missing_shard(sharded: Path) -> None:
     """A9 (a)."""
     (sharded / TWO).unlink()
-    refused(sharded, TWO, "which is missing")
+    expect_refused(sharded, TWO, "which is missing")
 
 
 def test_an_indexed_tensor_that_no_shard_has(sharded: Path) -> None:
     """A9 (b)."""
     edit_json(sharded / INDEX, lambda value: value["weight_map"].update({"mtp.fc.weight": TWO}))
-    refused(sharded, f"maps 'mtp.fc.weight' to {TWO}, which does not hold it")
+    expect_refused(sharded, f"maps 'mtp.fc.weight' to {TWO}, which does not hold it")
 
 
 def test_a_tensor_that_the_index_omits(sharded: Path, tmp_path: Path) -> None:
@@ -148,20 +148,20 @@ def test_file_names_of_an_index(sharded: Path, name: object) -> None:
             value["weight_map"][key] = name
 
     edit_json(sharded / INDEX, point)
-    refused(sharded, f"weight_map maps {NAMES[9]!r} to")
+    expect_refused(sharded, f"weight_map maps {NAMES[9]!r} to")
 
 
 def test_a_shard_that_is_a_directory(sharded: Path) -> None:
     (sharded / TWO).unlink()
     (sharded / TWO).mkdir()
-    refused(sharded, TWO, "is not a regular file")
+    expect_refused(sharded, TWO, "is not a regular file")
 
 
 @pytest.mark.parametrize("name", ["../evil.safetensors", "/abs/x.safetensors", "a.bin", 7])
 def test_the_file_that_a_config_names(tmp_path: Path, name: object) -> None:
     source = write_checkpoint(tmp_path / "in", qwen3_tensors(), qwen3_config(transformers_weights=name))
     (tmp_path / "evil.safetensors").write_bytes((source / "model.safetensors").read_bytes())
-    refused(source, "transformers_weights names", repr(name))
+    expect_refused(source, "transformers_weights names", repr(name))
 
 
 def hub_cache(root: Path, source: Path) -> Path:
@@ -239,7 +239,7 @@ def tensor(shape: list[int], begin: int, end: int, dtype: object = "F32") -> dic
 def test_malformed_headers(single: Path, content: bytes) -> None:
     """S3."""
     (single / "model.safetensors").write_bytes(content)
-    refused(single, "model.safetensors")
+    expect_refused(single, "model.safetensors")
 
 
 def test_pickle_is_never_opened(single: Path, tmp_path: Path) -> None:

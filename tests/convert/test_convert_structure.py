@@ -28,7 +28,7 @@ RECIPES = ["qwen3", "qwen3-fused-norm-mlp"]
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def refused(source: Path, *words: str, recipe: str = "qwen3") -> None:
+def expect_refused(source: Path, *words: str, recipe: str = "qwen3") -> None:
     check_refused(CheckpointError, 4, words, recipe, source, source.parent / "out")
 
 
@@ -63,7 +63,7 @@ def stock(directory: Path) -> Any:
 )
 def test_another_config(tmp_path: Path, key: str, value: Any, words: list[str]) -> None:
     source = write_checkpoint(tmp_path / "in", qwen3_tensors(), qwen3_config(**{key: value}))
-    refused(source, *words)
+    expect_refused(source, *words)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_another_config(tmp_path: Path, key: str, value: Any, words: list[str]) 
 )
 def test_a_config_of_which_no_model_can_be_built(tmp_path: Path, change: dict[str, Any], words: list[str]) -> None:
     source = write_checkpoint(tmp_path / "in", qwen3_tensors(), qwen3_config(**change))
-    refused(source, str(source), *words)
+    expect_refused(source, str(source), *words)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -114,7 +114,7 @@ def test_a_head_that_is_missing_and_not_tied(tmp_path: Path, recipe: str) -> Non
     tensors = qwen3_tensors()
     del tensors[HEAD]
     source = write_checkpoint(tmp_path / "in", tensors, qwen3_config())
-    refused(source, f"the model needs {HEAD!r}, which the checkpoint does not give (1 missing)", recipe=recipe)
+    expect_refused(source, f"the model needs {HEAD!r}, which the checkpoint does not give (1 missing)", recipe=recipe)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -133,7 +133,7 @@ def test_neither_head_nor_embedding(tmp_path: Path) -> None:
     tensors = qwen3_tensors()
     del tensors[HEAD], tensors[EMBED]
     source = write_checkpoint(tmp_path / "in", tensors, qwen3_config(tie_word_embeddings=True))
-    refused(source, "the model needs", "which the checkpoint does not give (2 missing)")
+    expect_refused(source, "the model needs", "which the checkpoint does not give (2 missing)")
 
 
 def test_a_tied_config_with_two_different_tensors(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_extra_tensors_are_carried_and_listed(tmp_path: Path) -> None:
 def test_a_tensor_inside_a_claimed_module_must_have_a_place(tmp_path: Path) -> None:
     stray = "model.layers.1.mlp.router.weight"
     source = write_checkpoint(tmp_path / "in", {**qwen3_tensors(), stray: torch.zeros(1)}, qwen3_config())
-    refused(source, "layout 'gated_mlp' of 'model.layers.1.mlp' has no place for", stray)
+    expect_refused(source, "layout 'gated_mlp' of 'model.layers.1.mlp' has no place for", stray)
 
 
 # --- names that transformers changes ----------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_a_base_model_class(tmp_path: Path) -> None:
 def test_one_tensor_under_two_names(tmp_path: Path) -> None:
     tensors = {**qwen3_tensors(), "norm.weight": torch.zeros(8)}
     source = write_checkpoint(tmp_path / "in", tensors, qwen3_config())
-    refused(source, "tensors 'model.norm.weight' and 'norm.weight' are both 'model.norm.weight' in the model")
+    expect_refused(source, "tensors 'model.norm.weight' and 'norm.weight' are both 'model.norm.weight' in the model")
 
 
 def test_a_type_whose_experts_transformers_joins(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def body() -> dict[str, Any]:
     return found
 
 
-def refused(directory: Path, *words: str) -> None:
+def expect_refused(directory: Path, *words: str) -> None:
     with pytest.raises(ManifestError) as caught:
         load_manifest(directory)
     text = str(caught.value)
@@ -105,7 +105,7 @@ def test_the_digest_covers_everything_else() -> None:
 
 
 def test_no_manifest(tmp_path: Path) -> None:
-    refused(tmp_path, f"no {MANIFEST_NAME} here", "`kconvert apply`")
+    expect_refused(tmp_path, f"no {MANIFEST_NAME} here", "`kconvert apply`")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_no_manifest(tmp_path: Path) -> None:
 )
 def test_no_json_object(tmp_path: Path, content: bytes) -> None:
     (tmp_path / MANIFEST_NAME).write_bytes(content)
-    refused(tmp_path)
+    expect_refused(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_no_json_object(tmp_path: Path, content: bytes) -> None:
 )
 def test_json_that_has_no_canonical_form(tmp_path: Path, content: str) -> None:
     (tmp_path / MANIFEST_NAME).write_text(content)
-    refused(tmp_path)
+    expect_refused(tmp_path)
 
 
 def test_a_manifest_beyond_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_a_manifest_beyond_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_directory_in_its_place(tmp_path: Path) -> None:
     (tmp_path / MANIFEST_NAME).mkdir()
-    refused(tmp_path, "cannot be read")
+    expect_refused(tmp_path, "cannot be read")
 
 
 def test_an_edit_shows(tmp_path: Path) -> None:
@@ -150,38 +150,38 @@ def test_an_edit_shows(tmp_path: Path) -> None:
     edited = content.replace(b'"model_checked": true', b'"model_checked": false')
     assert edited != content
     (tmp_path / MANIFEST_NAME).write_bytes(edited)
-    refused(tmp_path, "its digest does not fit its content")
+    expect_refused(tmp_path, "its digest does not fit its content")
 
 
 @pytest.mark.parametrize("digest", [None, "", "sha256:", 7, ["x"]])
 def test_another_digest(tmp_path: Path, digest: object) -> None:
     write(tmp_path, {**body(), "digest": digest}, seal=False)
-    refused(tmp_path, "its digest does not fit its content")
+    expect_refused(tmp_path, "its digest does not fit its content")
 
 
 def test_a_missing_digest(tmp_path: Path) -> None:
     value = body()
     del value["digest"]
     write(tmp_path, value, seal=False)
-    refused(tmp_path, "its digest does not fit its content")
+    expect_refused(tmp_path, "its digest does not fit its content")
 
 
 @pytest.mark.parametrize("schema", [0, 2, "1", None])
 def test_an_unknown_schema(tmp_path: Path, schema: object) -> None:
     write(tmp_path, {**body(), "schema": schema})
-    refused(tmp_path, f"has schema {schema!r}, this version reads 1")
+    expect_refused(tmp_path, f"has schema {schema!r}, this version reads 1")
 
 
 @pytest.mark.parametrize("schema", [True, 1.0])
 def test_a_schema_that_only_equals_one(tmp_path: Path, schema: object) -> None:
     write(tmp_path, {**body(), "schema": schema})
-    refused(tmp_path, "schema")
+    expect_refused(tmp_path, "schema")
 
 
 def test_a_key_that_stands_twice(tmp_path: Path) -> None:
     content = MANIFEST.to_bytes().replace(b'"schema": 1', b'"schema": 1,\n "schema": 1')
     (tmp_path / MANIFEST_NAME).write_bytes(content)
-    refused(tmp_path, "key 'schema' stands twice")
+    expect_refused(tmp_path, "key 'schema' stands twice")
 
 
 def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
@@ -220,7 +220,7 @@ def test_other_keys_and_types(tmp_path: Path, path: str, value: object, what: st
     changed = body()
     _set(path, value)(changed)
     write(tmp_path, changed)
-    refused(tmp_path, "malformed", what)
+    expect_refused(tmp_path, "malformed", what)
 
 
 @pytest.mark.parametrize("key", ["tensors", "facts_of_patch", "schema_free"])
@@ -235,7 +235,7 @@ def test_a_missing_key(tmp_path: Path, key: str) -> None:
         key = "omitted"
         del value["omitted"]
     write(tmp_path, value)
-    refused(tmp_path, "malformed", f"lacks ['{key}']")
+    expect_refused(tmp_path, "malformed", f"lacks ['{key}']")
 
 
 @pytest.mark.parametrize("name", ["../evil.safetensors", "/abs/x", "a/../../x", "a\\x", "a\0b", "", "a//b", " a"])
@@ -244,7 +244,7 @@ def test_unsafe_file_names(tmp_path: Path, name: str, place: str) -> None:
     value = body()
     _set(place, name)(value)
     write(tmp_path, value)
-    refused(tmp_path, f"file name {name!r} is".replace("\n", " "), "do not use this checkpoint")
+    expect_refused(tmp_path, f"file name {name!r} is".replace("\n", " "), "do not use this checkpoint")
 
 
 @pytest.mark.parametrize("name", ["../evil.safetensors", "/abs/x", "a\\x"])
@@ -256,7 +256,7 @@ def test_unsafe_file_names_in_every_place_that_names_a_file(tmp_path: Path, name
     if place == "omitted.0.name":  # a source may hold such a name; it is only shown, never opened
         assert load_manifest(tmp_path).omitted[0].name == name
     else:
-        refused(tmp_path, f"file name {name!r} is")
+        expect_refused(tmp_path, f"file name {name!r} is")
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_contents_that_contradict_each_other(tmp_path: Path, path: str, value: o
     changed = body()
     _set(path, value)(changed)
     write(tmp_path, changed)
-    refused(tmp_path, what)
+    expect_refused(tmp_path, what)
 
 
 @pytest.mark.parametrize("axis", [2, -1, -3, 10**20])
@@ -287,7 +287,7 @@ def test_an_axis_that_the_shape_does_not_have(tmp_path: Path, axis: int) -> None
     value = body()
     value["tensors"][0]["axis"] = axis
     write(tmp_path, value)
-    refused(tmp_path, "model.layers.0.mlp.gate_up_proj.weight")
+    expect_refused(tmp_path, "model.layers.0.mlp.gate_up_proj.weight")
 
 
 @pytest.mark.parametrize("rows", [[-12, 36], [25, -1]])
@@ -296,18 +296,18 @@ def test_parts_with_negative_rows(tmp_path: Path, rows: list[int]) -> None:
     for part, number in zip(value["tensors"][0]["parts"], rows, strict=True):
         part["rows"] = number
     write(tmp_path, value)
-    refused(tmp_path, "model.layers.0.mlp.gate_up_proj.weight")
+    expect_refused(tmp_path, "model.layers.0.mlp.gate_up_proj.weight")
 
 
 def test_a_target_that_stands_twice(tmp_path: Path) -> None:
     value = body()
     value["tensors"].append(value["tensors"][0])
     write(tmp_path, value)
-    refused(tmp_path, "model.layers.0.mlp.gate_up_proj.weight", "twice")
+    expect_refused(tmp_path, "model.layers.0.mlp.gate_up_proj.weight", "twice")
 
 
 def test_a_source_that_is_used_twice(tmp_path: Path) -> None:
     value = body()
     value["tensors"][0]["parts"][1] = value["tensors"][0]["parts"][0]
     write(tmp_path, value)
-    refused(tmp_path, GATE, "twice")
+    expect_refused(tmp_path, GATE, "twice")

@@ -28,7 +28,7 @@ def plan(directory: Path, recipe: str = MLP) -> Plan:
     return build_plan(open_checkpoint(directory), resolve_recipe(parse_recipe(recipe, "r.yaml")).entries)
 
 
-def refused(directory: Path, recipe: str = MLP) -> str:
+def expect_refused(directory: Path, recipe: str = MLP) -> str:
     with pytest.raises(CheckpointError) as caught:
         plan(directory, recipe)
     assert caught.value.exit_code == 4
@@ -70,14 +70,14 @@ def test_a_missing_member(tmp_path: Path, missing: str) -> None:
     tensors = qwen3_tensors()
     del tensors[missing]
     write_checkpoint(tmp_path, tensors, qwen3_config())
-    assert f"{PACKED!r} needs {missing!r}" in refused(tmp_path)
+    assert f"{PACKED!r} needs {missing!r}" in expect_refused(tmp_path)
 
 
 def test_mixed_dtypes_in_a_group_are_listed_and_refused(tmp_path: Path) -> None:
     tensors = qwen3_tensors(dtype=torch.bfloat16)
     tensors[UP] = tensors[UP].float()
     write_checkpoint(tmp_path, tensors, qwen3_config())
-    text = refused(tmp_path)
+    text = expect_refused(tmp_path)
     assert f"{PACKED!r} would join different dtypes: {GATE} BF16 [12, 8], {UP} F32 [12, 8]" in text
 
 
@@ -93,14 +93,14 @@ def test_dtypes_may_differ_between_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(12, 7), (12,), (), (12, 8, 1)])
 def test_shapes_that_do_not_join(tmp_path: Path, shape: tuple[int, ...]) -> None:
     write_checkpoint(tmp_path, {**qwen3_tensors(), UP: torch.zeros(shape)}, qwen3_config())
-    text = refused(tmp_path)
+    text = expect_refused(tmp_path)
     assert f"{PACKED!r} cannot be made of {GATE} F32 [12, 8], {UP} F32 {list(shape)}" in text
 
 
 def test_a_target_that_is_there_already(tmp_path: Path) -> None:
     """Inside the module it is a stray tensor; under a name of another module it would be written twice."""
     write_checkpoint(tmp_path, {**qwen3_tensors(), PACKED: torch.zeros(24, 8)}, qwen3_config())
-    assert f"no place for {PACKED!r}" in refused(tmp_path)
+    assert f"no place for {PACKED!r}" in expect_refused(tmp_path)
 
 
 def test_a_target_over_a_tensor_of_another_module(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_two_file_names_of_one_module_name(tmp_path: Path) -> None:
 def test_a_scale_beside_its_weight_stops_the_group(tmp_path: Path) -> None:
     scale = f"{GATE}_scale_inv"
     write_checkpoint(tmp_path, {**qwen3_tensors(), scale: torch.ones(1)}, qwen3_config())
-    assert f"no place for {scale!r}" in refused(tmp_path)
+    assert f"no place for {scale!r}" in expect_refused(tmp_path)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -138,7 +138,7 @@ def test_a_quantised_checkpoint_keeps_its_parameters(tmp_path: Path, inside: boo
     quantization = {"quantization_config": {"quant_method": "fp8"}}
     config = qwen3_config(**({"text_config": quantization} if inside else quantization))
     write_checkpoint(tmp_path, qwen3_tensors(), config)
-    text = refused(tmp_path)
+    text = expect_refused(tmp_path)
     assert "the checkpoint is quantised (fp8), and layout 'gated_mlp' (r.yaml:5) repacks weights" in text
     assert all(step.parts[0].source == step.target for step in plan(tmp_path, NORM).steps)
 

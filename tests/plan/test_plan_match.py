@@ -39,7 +39,9 @@ def claims(
     return match_entries(entries, paths, classes)[0]
 
 
-def refused(*entries: Entry, paths: Sequence[str] = PATHS, classes: Mapping[str, str] | None = CLASSES) -> RecipeError:
+def expect_refused(
+    *entries: Entry, paths: Sequence[str] = PATHS, classes: Mapping[str, str] | None = CLASSES
+) -> RecipeError:
     with pytest.raises(RecipeError) as caught:
         check_conflicts(entries, claims(*entries, paths=paths, classes=classes))
     assert caught.value.exit_code == 3
@@ -62,7 +64,7 @@ def test_number_sets_take_numbers_and_not_prefixes() -> None:
 
 
 def test_a_number_set_with_numbers_that_the_model_lacks() -> None:
-    error = refused(entry(2, ("MLP", "model.layers.{0,11-99}.mlp")))
+    error = expect_refused(entry(2, ("MLP", "model.layers.{0,11-99}.mlp")))
     assert error.where == "r.yaml:26"
     assert "names 12, and no module is there" in str(error)
     assert "the numbers that match are 0, 11" in str(error)
@@ -77,7 +79,7 @@ def test_a_number_set_with_numbers_that_the_model_lacks() -> None:
     ],
 )
 def test_no_match_lists_near_misses(pattern: str, near: str) -> None:
-    error = refused(entry(2, ("MLP", pattern)))
+    error = expect_refused(entry(2, ("MLP", pattern)))
     assert error.where == "r.yaml:26"
     assert error.what == f"path pattern {pattern!r} matches no module"
     assert near in str(error.fix)
@@ -87,11 +89,11 @@ def test_no_match_lists_near_misses(pattern: str, near: str) -> None:
     "pattern", ["model.layers.mlp", "model.*.mlp", "model.layers.{12}.mlp", "model.layers.*.*.mlp"]
 )
 def test_a_wildcard_is_exactly_one_segment(pattern: str) -> None:
-    assert "matches no module" in refused(entry(0, ("MLP", pattern))).what
+    assert "matches no module" in expect_refused(entry(0, ("MLP", pattern))).what
 
 
 def test_another_class() -> None:
-    error = refused(entry(1, ("Norm", "model.layers.*.mlp")))
+    error = expect_refused(entry(1, ("Norm", "model.layers.*.mlp")))
     assert error.where == "r.yaml:16"
     assert error.what == "'model.layers.0.mlp' is a MLP, the recipe names Norm"
     assert error.fix == "write class: MLP, or narrow the path"
@@ -100,30 +102,30 @@ def test_another_class() -> None:
 def test_a_fused_sibling_that_is_missing() -> None:
     less = [path for path in PATHS if path != "model.layers.7.mlp"]
     fuse = entry(0, ("Norm", "model.layers.*.norm"), ("MLP", "model.layers.*.mlp"))
-    error = refused(fuse, paths=less)
+    error = expect_refused(fuse, paths=less)
     assert (error.where, error.what) == (
         "r.yaml:7",
         "'model.layers.7.norm' has no sibling for 'model.layers.*.mlp'",
     )
     less = [path for path in PATHS if path != "model.layers.7.norm"]
-    assert refused(fuse, paths=less).what == "'model.layers.7.mlp' has no sibling for 'model.layers.*.norm'"
+    assert expect_refused(fuse, paths=less).what == "'model.layers.7.mlp' has no sibling for 'model.layers.*.norm'"
 
 
 def test_a_module_taken_twice() -> None:
-    error = refused(entry(0, ("MLP", "model.layers.*.mlp")), entry(1, ("MLP", "model.layers.{11}.mlp")))
+    error = expect_refused(entry(0, ("MLP", "model.layers.*.mlp")), entry(1, ("MLP", "model.layers.{11}.mlp")))
     assert error.where == "r.yaml:15"
     assert error.what == "'model.layers.11.mlp' is already taken by the entry at r.yaml:5"
 
 
 def test_one_entry_cannot_take_a_module_twice_either() -> None:
-    error = refused(entry(0, ("MLP", "model.layers.0.mlp"), ("MLP", "model.layers.0.mlp")))
+    error = expect_refused(entry(0, ("MLP", "model.layers.0.mlp"), ("MLP", "model.layers.0.mlp")))
     assert "'model.layers.0.mlp' is already taken" in error.what
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_module_and_a_part_of_it(order: tuple[int, int]) -> None:
     patterns = [("Layer", "model.layers.{3}"), ("Act", "model.layers.*.mlp.act_fn")]
-    error = refused(*(entry(number, patterns[index]) for number, index in enumerate(order)))
+    error = expect_refused(*(entry(number, patterns[index]) for number, index in enumerate(order)))
     assert "'model.layers.3.mlp.act_fn' is already taken by the entry at" in error.what
     assert {str(error.where), error.what.rpartition(" ")[2]} == {"r.yaml:5", "r.yaml:15"}
 
