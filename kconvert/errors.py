@@ -24,7 +24,13 @@ __all__ = [
     "UnknownKernelError",
     "UsageError",
     "VerificationError",
+    "one_line",
 ]
+
+
+def one_line(error: BaseException) -> str:
+    """An error that is not ours as `Type: first line of its text`."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')}"
 
 
 class KconvertError(Exception):

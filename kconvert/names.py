@@ -7,9 +7,10 @@ converted directory finds no file it knows and stops, instead of starting with r
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 __all__ = [
+    "CONFIG_NAME",
     "INDEX_NAME",
     "KERNELS_DIR",
     "MANIFEST_NAME",
@@ -22,11 +23,15 @@ __all__ = [
     "is_stock_weight_name",
     "natural_key",
     "near_misses",
+    "parents",
+    "printable",
     "shard_name",
+    "starred",
     "unsafe_name_reason",
 ]
 
 VARIANT = "kconvert"
+CONFIG_NAME = "config.json"
 MANIFEST_NAME = "kconvert_manifest.json"
 SOURCE_HEADERS_NAME = "kconvert_source_headers.json.gz"
 KERNELS_DIR = "kconvert_kernels"
@@ -97,6 +102,23 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
         (0, int(part), part) if part.isdecimal() and part.isascii() and len(part) <= 18 else (1, 0, part)
         for part in name.split(".")
     )
+
+
+def parents(name: str) -> Iterator[str]:
+    """The module paths above a tensor or module, the innermost first: `a.b`, `a` for `a.b.c`."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def starred(path: str) -> str:
+    """A module path with `*` in place of its numbers: `model.layers.*.mlp`."""
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))
+
+
+def printable(name: str) -> str:
+    """A file name as text that can be printed and stored: a file system allows bytes that are no UTF-8."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def near_misses(word: str, known: Iterable[str], *, most: int = 3) -> tuple[str, ...]:

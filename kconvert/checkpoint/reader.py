@@ -21,6 +21,7 @@ from kconvert.checkpoint.index import Index, read_bounded, read_index
 from kconvert.checkpoint.stamp import FileStamp, check_stamp
 from kconvert.errors import CheckpointError
 from kconvert.names import (
+    CONFIG_NAME,
     KERNELS_DIR,
     MANIFEST_NAME,
     SOURCE_HEADERS_NAME,
@@ -33,7 +34,6 @@ from kconvert.names import (
 
 __all__ = ["Checkpoint", "SourceFile", "SourceTensor", "is_inside_hub_cache", "open_checkpoint"]
 
-CONFIG_NAME = "config.json"
 _EXPLICIT_KEY = "transformers_weights"
 _MAX_CONFIG_BYTES = 64 * 1024 * 1024
 _PICKLE_SUFFIXES = (".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")

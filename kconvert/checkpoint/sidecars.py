@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kconvert.checkpoint.reader import CONFIG_NAME, Checkpoint, hub_repo_dirs
+from kconvert.checkpoint.reader import Checkpoint, hub_repo_dirs
 from kconvert.errors import CheckpointError
-from kconvert.names import is_own_name, is_stock_weight_name, unsafe_name_reason
+from kconvert.names import CONFIG_NAME, is_own_name, is_stock_weight_name, printable, unsafe_name_reason
 
 __all__ = ["Omitted", "Sidecar", "Sidecars", "list_sidecars"]
 
@@ -128,7 +128,7 @@ def _walk(model_dir: Path) -> Iterator[_Found]:
             name, path = folder.prefix + base, folder.path / base
             refusal = _refusal(path, folder, root, blobs)
             if refusal is not None:
-                shown = name.encode("utf-8", "backslashreplace").decode()  # the file system allows any bytes
+                shown = printable(name)
                 yield _Found(shown, path, refusal[0], refusal[1])
             elif path.is_dir():
                 chain = folder.real_chain | {os.path.realpath(path)}

@@ -16,7 +16,7 @@ from kconvert.cli.apply import apply_command
 from kconvert.cli.list_kernels import list_kernels_command
 from kconvert.cli.output import note, print_json, warn
 from kconvert.cli.plan import plan_command
-from kconvert.errors import InterruptedRunError, KconvertError
+from kconvert.errors import InterruptedRunError, KconvertError, one_line
 
 __all__ = ["app", "run"]
 
@@ -76,10 +76,7 @@ def run(argv: Sequence[str]) -> int:
             return _fail(arguments, f"{error.format_message()} `kconvert --help` shows the usage.", 2)
         if os.environ.get("KCONVERT_TRACEBACK") == "1":
             raise
-        first = next(iter(str(error).splitlines()), "")
-        line = (
-            f"unexpected {type(error).__name__}: {first}; this is a fault in kconvert, KCONVERT_TRACEBACK=1 shows where"
-        )
+        line = f"unexpected {one_line(error)}; this is a fault in kconvert, KCONVERT_TRACEBACK=1 shows where"
         return _fail(arguments, line, 1)
     finally:
         warnings.showwarning = shown

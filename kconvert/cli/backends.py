@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from kconvert.cli.output import warn
+from kconvert.errors import one_line
 
 __all__ = ["prepare_torch"]
 
@@ -31,5 +32,4 @@ def prepare_torch() -> None:
             for loaded in [key for key in sys.modules if key == name or key.startswith(f"{name}.")]:
                 del sys.modules[loaded]
             sys.modules[name] = None  # type: ignore[assignment]  # Python's own way to say: not importable
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            warn(f"{name} is installed but does not import ({reason}); going on without it")
+            warn(f"{name} is installed but does not import ({one_line(error)}); going on without it")

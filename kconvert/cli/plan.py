@@ -10,6 +10,7 @@ from kconvert.cli.backends import prepare_torch
 from kconvert.cli.options import Json, ModelDir, NoModelCheck, RecipeName, TrustRemoteCode
 from kconvert.cli.output import foreign_output_apart, format_bytes, print_json, print_table, print_text, warn
 from kconvert.convert import Prepared, prepare
+from kconvert.names import starred
 from kconvert.plan import explain_plan
 
 __all__ = ["plan_command", "plan_value", "show_plan"]
@@ -118,24 +119,20 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
-def _starred(name: str) -> str:
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
-
-
 def _tensor_lines(value: dict[str, Any]) -> list[str]:
-    """Two lines per kind of changed tensor, what it becomes and of what; then what is copied as it is."""
-    groups: dict[tuple[str, str, str], int] = {}
+    """Each kind of changed tensor, its shape and what it is made of; then what is copied as it is."""
+    groups: dict[tuple[str, str, tuple[str, ...]], int] = {}
     same = 0
     for tensor in value["tensors"]:
         sources = [part["source"] for part in tensor["parts"]]
         if sources == [tensor["target"]]:
             same += 1
             continue
-        made_of = " + ".join(dict.fromkeys(_starred(name) for name in sources))
-        key = (_starred(tensor["target"]), f"{tensor['dtype']} {tensor['shape']}", made_of)
+        made_of = tuple(dict.fromkeys(map(starred, sources)))
+        key = (starred(tensor["target"]), f"{tensor['dtype']} {tensor['shape']}", made_of)
         groups[key] = groups.get(key, 0) + 1
     lines = []
     for (target, shape, made_of), count in groups.items():
         lines += [f"{count} x {target}", f"      {shape}"]
-        lines += [f"      {'+' if number else '='} {name}" for number, name in enumerate(made_of.split(" + "))]
+        lines += [f"      {'+' if number else '='} {name}" for number, name in enumerate(made_of)]
     return [*lines, f"{same} others, as they are"]

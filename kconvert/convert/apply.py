@@ -12,7 +12,7 @@ from pathlib import Path
 from kconvert.checkpoint import build_header, build_index, is_inside_hub_cache
 from kconvert.convert.prepare import Prepared, prepare
 from kconvert.errors import UsageError
-from kconvert.names import INDEX_NAME, KERNELS_DIR, MANIFEST_NAME, SINGLE_NAME, SOURCE_HEADERS_NAME
+from kconvert.names import CONFIG_NAME, INDEX_NAME, KERNELS_DIR, MANIFEST_NAME, SINGLE_NAME, SOURCE_HEADERS_NAME
 from kconvert.plan import OutputShard
 from kconvert.rewrite import Copy, Extent, Job, OutputFile, check_output, rewrite
 
@@ -98,14 +98,14 @@ def build_job(prepared: Prepared) -> Job:
     paths = {file.name: file.path for file in prepared.checkpoint.files}
     files = tuple(_output_file(shard, paths) for shard in prepared.plan.shards)
     copies = [
-        Copy(item.name, item.path, item.size_bytes) for item in prepared.sidecars.copied if item.name != "config.json"
+        Copy(item.name, item.path, item.size_bytes) for item in prepared.sidecars.copied if item.name != CONFIG_NAME
     ]
     packages = {package.copy.digest: package.copy for package in prepared.resolved.packages.values()}
     for package in packages.values():
         for name in package.files:
             path = package.path / name
             copies.append(Copy(f"{KERNELS_DIR}/{package.folder}/{name}", path, path.stat().st_size))
-    final = [("config.json", prepared.checkpoint.config_bytes)]  # what was checked, whatever the file holds by now
+    final = [(CONFIG_NAME, prepared.checkpoint.config_bytes)]  # what was checked, whatever the file holds by now
     final += [(SOURCE_HEADERS_NAME, prepared.headers), (MANIFEST_NAME, prepared.manifest.to_bytes())]
     if [file.name for file in files] != [SINGLE_NAME]:
         weight_map = {step.target: shard.name for shard in prepared.plan.shards for step in shard.steps}

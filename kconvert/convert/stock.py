@@ -16,6 +16,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from kconvert.checkpoint import Checkpoint
 from kconvert.errors import CheckpointError, TrustError
+from kconvert.names import CONFIG_NAME
 from kconvert.runtime.modelclass import build_meta_model, load_config, model_class
 
 __all__ = ["StockModel", "build_stock_model"]
@@ -51,7 +52,7 @@ def build_stock_model(checkpoint: Checkpoint) -> StockModel:
     try:
         config = load_config(directory, cls)
         model = build_meta_model(cls, config)
-        unchanged = (directory / "config.json").read_bytes() == checkpoint.config_bytes
+        unchanged = (directory / CONFIG_NAME).read_bytes() == checkpoint.config_bytes
     except Exception as error:  # whatever a model's or config's own __init__ raises, huggingface_hub's strict types too
         if hasattr(error, "exit_code"):
             raise

@@ -18,6 +18,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kconvert.errors import one_line
+
 __all__ = ["check_chains"]
 
 
@@ -137,5 +139,5 @@ def _run(model: nn.Module, links: Sequence[_Link]) -> str | None:
                 model(**inputs)
             return None
         except Exception as error:  # noqa: BLE001 - any failure of foreign model code means: not proven
-            failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+            failure = one_line(error)
     return failure

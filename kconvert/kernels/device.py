@@ -6,14 +6,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from kconvert.errors import one_line
 from kconvert.kernels.base import DeviceType
 
 __all__ = ["current_accelerator", "device_reason"]
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def device_reason(device: DeviceType) -> str | None:
@@ -32,7 +28,7 @@ def device_reason(device: DeviceType) -> str | None:
         try:
             import_module("torch_npu")
         except Exception as error:  # noqa: BLE001 - a wheel without the CANN libraries fails in several ways
-            return f"torch_npu does not import ({_first_line(error)}); are the CANN libraries installed?"
+            return f"torch_npu does not import ({one_line(error)}); are the CANN libraries installed?"
         npu: Any = vars(torch).get("npu")  # torch has it once torch_npu is imported
         return None if npu is not None and npu.is_available() else "torch_npu is installed, but there is no NPU"
     if device is DeviceType.XPU:

@@ -129,14 +129,14 @@ def _is_plain(linear: nn.Module, *, offloaded: bool) -> bool:
     Where accelerate has taken that back, the instance keeps the forward of its class as an attribute.
     """
     own = linear.__dict__.get("forward")
-    is_own_forward = own is not None and getattr(own, "__func__", None) is not nn.Linear.forward and not offloaded
+    is_replaced = own is not None and getattr(own, "__func__", None) is not nn.Linear.forward and not offloaded
     hooks = (
         linear._forward_hooks,
         linear._forward_pre_hooks,
         linear._backward_hooks,
         linear._backward_pre_hooks,
     )
-    return type(linear) is nn.Linear and not any(hooks) and not is_own_forward
+    return type(linear) is nn.Linear and not any(hooks) and not is_replaced
 
 
 def _dispatching_forward(stock: type[nn.Module]) -> Callable[..., Any]:

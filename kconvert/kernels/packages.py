@@ -24,7 +24,7 @@ from typing import Any, cast
 from torch import nn
 
 from kconvert.errors import KernelRefusedError, RecipeError, TrustError
-from kconvert.names import unsafe_name_reason
+from kconvert.names import printable, unsafe_name_reason
 
 __all__ = ["PackageClasses", "PackageCopy", "check_trust", "copy_package", "import_package"]
 
@@ -64,8 +64,9 @@ def _listed_files(directory: Path, package_id: str) -> list[str]:
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if unsafe_name_reason(name):
-            shown = name.encode("utf-8", "backslashreplace").decode()
-            raise KernelRefusedError(f"kernel package {package_id!r} holds a file named {shown!r}", fix="rename it")
+            raise KernelRefusedError(
+                f"kernel package {package_id!r} holds a file named {printable(name)!r}", fix="rename it"
+            )
         if path.is_symlink():
             raise KernelRefusedError(
                 f"kernel package {package_id!r} holds a link, {name}", fix="replace it by the file"

@@ -6,7 +6,7 @@ the bound rules of a live model; both directions below follow it and nothing els
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from kconvert.errors import UsageError
+from kconvert.names import parents
 
 __all__ = ["Packing", "pack_on_load", "pack_state", "unpack_state"]
 
@@ -56,13 +57,6 @@ def unpack_state(packings: Iterable[Packing], state: Mapping[str, torch.Tensor])
     return unpacked
 
 
-def _parents(name: str) -> Iterator[str]:
-    """The module paths above a tensor, the innermost first."""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
 def _refuse_adapters(packings: Iterable[Packing], state: Mapping[str, Any], prefix: str) -> None:
     """Refuse weights that an adapter library means for a projection that is packed here.
 
@@ -72,10 +66,10 @@ def _refuse_adapters(packings: Iterable[Packing], state: Mapping[str, Any], pref
         UsageError: naming the projection.
     """
     known = {f"{prefix}{name}" for packing in packings for name, _ in packing.parts if not packing.is_identity}
-    here = {path for packing in packings for path in _parents(f"{prefix}{packing.target}")}
+    here = {path for packing in packings for path in parents(f"{prefix}{packing.target}")}
     modules = {name.rpartition(".")[0] for name in known} - here
     for key in state.keys() - known:
-        for above in _parents(key):
+        for above in parents(key):
             if above in modules:
                 raise UsageError(
                     f"{key!r} is for {above!r}, which is packed in this model",
@@ -109,8 +103,7 @@ def pack_on_load(module: nn.Module, state: dict[str, Any], prefix: str, *unused:
                     fix="load the state of a model of this config",
                 )
         if len(present) == len(names):
-            tensors = [state.pop(name) for name in names]
-            state[target] = tensors[0] if len(tensors) == 1 else torch.cat(tensors, packing.axis)
+            state[target] = _join([state.pop(name) for name in names], packing.axis)
             continue
         for name in present:
             with torch.no_grad():
@@ -131,9 +124,12 @@ def pack_state(packings: Iterable[Packing], state: Mapping[str, torch.Tensor]) -
             continue
         if len(present) < len(names):
             raise UsageError(f"the state has {present[0]!r} and not all of {names}", fix="pass the whole state dict")
-        tensors = [packed.pop(name) for name in names]
-        packed[packing.target] = tensors[0] if len(tensors) == 1 else torch.cat(tensors, packing.axis)
+        packed[packing.target] = _join([packed.pop(name) for name in names], packing.axis)
     return packed
+
+
+def _join(tensors: list[torch.Tensor], axis: int) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, axis)
 
 
 def _places(packing: Packing) -> list[tuple[int, int]]:

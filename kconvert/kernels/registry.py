@@ -17,7 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from threading import RLock
 from typing import ClassVar, TypeVar
 
-from kconvert.errors import KernelUnavailableError, RegistrationError, UnknownKernelError, UsageError
+from kconvert.errors import KernelUnavailableError, RegistrationError, UnknownKernelError, UsageError, one_line
 from kconvert.kernels.base import BaseKernel, DeviceType
 from kconvert.kernels.device import current_accelerator
 from kconvert.names import near_misses
@@ -47,16 +47,13 @@ class ScanFailure:
     reason: str
 
 
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
-
-
 class Registry:
     """Kernel ID to kernel class."""
 
     _kernels: ClassVar[dict[str, type[BaseKernel]]] = {}
     _scanned: ClassVar[set[str]] = set()
     _torch_failure: ClassVar[str | None] = None
+    _was_scanned: ClassVar[bool] = False
 
     @classmethod
     def register(cls, kernel: type[BaseKernel]) -> None:
@@ -92,8 +89,12 @@ class Registry:
 
     @classmethod
     def catalog(cls) -> dict[str, type[BaseKernel]]:
-        """Every known kernel by ID, sorted, whatever the device."""
-        scan_all_kernels()
+        """Every known kernel by ID, sorted, whatever the device.
+
+        The first call in a process scans; call `scan_all_kernels` to look again.
+        """
+        if not cls._was_scanned:
+            scan_all_kernels()
         return dict(sorted(cls._kernels.items()))
 
 
@@ -131,7 +132,7 @@ def _check_torch() -> None:
             import_module("torch")
             return
         except Exception as error:  # noqa: BLE001 - a broken backend that torch loads raises what it likes
-            Registry._torch_failure = _one_line(error)
+            Registry._torch_failure = one_line(error)
     raise KernelUnavailableError(
         f"torch does not import ({Registry._torch_failure})",
         fix="where a backend such as torch_npu is to blame, set TORCH_DEVICE_BACKEND_AUTOLOAD=0 or uninstall it",
@@ -159,8 +160,9 @@ def scan_all_kernels() -> tuple[ScanFailure, ...]:
                 for kernel_id in Registry._kernels.keys() - before:
                     if Registry._kernels[kernel_id].__module__ not in sys.modules:
                         del Registry._kernels[kernel_id]
-                failures.append(ScanFailure(name, _one_line(error)))
+                failures.append(ScanFailure(name, one_line(error)))
                 warnings.warn(f"kernel module {name} does not import ({failures[-1].reason})", stacklevel=2)
+        Registry._was_scanned = True
     return tuple(failures)
 
 
@@ -169,7 +171,7 @@ def check_deps_reason(kernel: type[BaseKernel]) -> str | None:
     try:
         answer: object = kernel.check_deps()
     except Exception as error:  # noqa: BLE001 - one broken kernel must not take the others down
-        return f"its check_deps() fails ({_one_line(error)})"
+        return f"its check_deps() fails ({one_line(error)})"
     if answer is None or answer is True:
         return None
     return answer if isinstance(answer, str) else "its check_deps() says no"

@@ -16,6 +16,7 @@ from torch import nn
 from kconvert.kernels.dispatch import Dispatch
 from kconvert.kernels.layout import is_patched, stock_class_of
 from kconvert.kernels.select import Mode, Selection
+from kconvert.names import starred
 
 __all__ = ["ModuleReport", "Report", "build_report", "module_device"]
 
@@ -81,7 +82,7 @@ class Report:
         counts: Counter[tuple[str, str, str]] = Counter()
         reasons: set[str] = set()
         for module in self.modules:
-            path = ".".join("*" if part.isdecimal() else part for part in module.path.split("."))
+            path = starred(module.path)
             runs = module.kernel
             if (module.training_kernel or REFERENCE) != module.kernel:
                 runs += f" (training: {module.training_kernel or REFERENCE})"

@@ -8,6 +8,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
+from kconvert.errors import one_line
 from kconvert.transforms import KernelEntry, LayoutSpec
 
 __all__ = ["kernel_specs", "layout_specs"]
@@ -25,9 +26,7 @@ def layout_specs() -> dict[str, LayoutSpec]:
                 spec: LayoutSpec = import_module(f"{found.name}.spec").SPEC
                 specs[spec.name] = spec
         except Exception as error:  # noqa: BLE001 - one broken file must not take the others down
-            warnings.warn(
-                f"layout spec {found.name}.spec does not import ({type(error).__name__}: {error})", stacklevel=2
-            )
+            warnings.warn(f"layout spec {found.name}.spec does not import ({one_line(error)})", stacklevel=2)
     return dict(sorted(specs.items()))
 
 

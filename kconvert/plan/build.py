@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kconvert.checkpoint import DTYPE_BITS, Checkpoint, SourceTensor
 from kconvert.errors import CheckpointError, RecipeError
-from kconvert.names import SINGLE_NAME, natural_key, shard_name
+from kconvert.names import SINGLE_NAME, natural_key, parents, shard_name
 from kconvert.plan.match import check_conflicts, match_entries, module_paths_of
 from kconvert.plan.model import Claim, Entry, OutputShard, Part, Plan, Step
 from kconvert.transforms import BoundRule, Op, ShapeError, target_shape
@@ -88,9 +88,7 @@ def _by_module_name(checkpoint: Checkpoint, module_names: Mapping[str, str] | No
 def _names_by_module(names: Iterable[str]) -> dict[str, list[str]]:
     inside: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        above = name
-        while "." in above:
-            above = above.rpartition(".")[0]
+        for above in parents(name):
             inside[above].append(name)
     return inside
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from kconvert.errors import RecipeError
-from kconvert.names import natural_key, near_misses
+from kconvert.names import natural_key, near_misses, parents, starred
 from kconvert.patterns import NumberSet
 from kconvert.plan.model import Claim, Entry, Pair, PatternTrace
 
@@ -20,11 +20,10 @@ def module_paths_of(tensor_names: Iterable[str]) -> tuple[str, ...]:
     """Every module path that the names of tensors imply, in natural order."""
     paths = set()
     for name in tensor_names:
-        while "." in name:
-            name = name.rpartition(".")[0]
-            if name in paths:
+        for path in parents(name):
+            if path in paths:
                 break
-            paths.add(name)
+            paths.add(path)
     return tuple(sorted(paths, key=natural_key))
 
 
@@ -95,7 +94,7 @@ def _matches(pair: Pair, module_paths: Sequence[str], classes: Mapping[str, str]
 
 def _nearest(pattern: str, module_paths: Sequence[str]) -> str:
     """The way out of a pattern without a match: near misses, else the shortest paths that there are."""
-    shapes = {".".join("*" if part.isdecimal() else part for part in path.split(".")) for path in module_paths}
+    shapes = set(map(starred, module_paths))
     near = near_misses(pattern, shapes)
     if near:
         return f"did you mean {' or '.join(near)}?"
@@ -134,9 +133,7 @@ def check_conflicts(entries: Sequence[Entry], claims: Sequence[Claim]) -> None:
                 _refuse(entries, owner[path], claim.entry, path)
             owner[path] = claim.entry
     for path, number in owner.items():
-        above = path
-        while "." in above:
-            above = above.rpartition(".")[0]
+        for above in parents(path):
             if above in owner:
                 _refuse(entries, owner[above], number, path)
 

@@ -77,8 +77,8 @@ def load_converted(
     manifest = load_manifest(directory)
     _check_package_ids(kernels, manifest)
     check_files(directory, manifest)
-    raw = read_config(directory)
-    if sha256_digest((directory / "config.json").read_bytes()) != manifest.config_digest:
+    raw, config_bytes = read_config(directory)
+    if sha256_digest(config_bytes) != manifest.config_digest:
         warnings.warn(f"{directory}: config.json was changed after the conversion", stacklevel=2)
     patches = _resolve(directory, manifest, trust_remote_code, trust_kernels)
     stock = model_class(directory, raw, trust_remote_code=trust_remote_code)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kconvert.errors import CheckpointError, TrustError
 from kconvert.manifest import unique_pairs
+from kconvert.names import CONFIG_NAME
 
 __all__ = ["build_meta_model", "load_config", "model_class", "read_config"]
 
@@ -19,22 +20,23 @@ _OWN_ATTENTION = ("eager", "sdpa", "flex_attention")
 """Attention that is part of transformers and torch; `flash_attention_2` may fall back on a kernel from the Hub."""
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """`config.json` as data.
+def read_config(directory: Path) -> tuple[dict[str, Any], bytes]:
+    """`config.json` as data and as it stands in the file.
 
     Raises:
         CheckpointError: missing or no JSON object.
     """
-    path = directory / "config.json"
+    path = directory / CONFIG_NAME
     try:
-        value = json.loads(path.read_bytes(), object_pairs_hook=unique_pairs)
+        data = path.read_bytes()
+        value = json.loads(data, object_pairs_hook=unique_pairs)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"cannot be read ({error})", where=str(path), fix="download the checkpoint again"
         ) from None
     if not isinstance(value, dict):
         raise CheckpointError("is no JSON object", where=str(path), fix="download the checkpoint again")
-    return value
+    return value, data
 
 
 def model_class(directory: Path, config: dict[str, Any], *, trust_remote_code: bool = False) -> type[PreTrainedModel]:

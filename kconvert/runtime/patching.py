@@ -100,9 +100,10 @@ def _check_rows(model: nn.Module, by_target: Mapping[int, Mapping[str, Packing]]
     for packing in (packing for group in by_target.values() for packing in group.values()):
         for name, rows in packing.parts:
             shape = sizes.get(name)
-            if shape is not None and (shape[packing.axis] if len(shape) else 1) != rows:
+            found = shape[packing.axis] if shape is not None and packing.axis < len(shape) else 1
+            if shape is not None and found != rows:
                 raise ManifestError(
-                    f"{name!r} has {shape[packing.axis]} rows in the model and {rows} in the manifest",
+                    f"{name!r} has {found} rows in the model and {rows} in the manifest",
                     fix="convert again",
                 )
 

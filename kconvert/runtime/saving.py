@@ -20,6 +20,7 @@ from kconvert.errors import UsageError
 from kconvert.kernels.packing import pack_state
 from kconvert.manifest import Manifest, TensorRecord, sha256_digest
 from kconvert.names import (
+    CONFIG_NAME,
     INDEX_NAME,
     KERNELS_DIR,
     MANIFEST_NAME,
@@ -170,7 +171,7 @@ def _complete(target: Path, origin: Origin) -> None:
         manifest,
         tensors=tensors,
         carried=tuple(name for name in manifest.carried if name in stored),
-        config_digest=sha256_digest((target / "config.json").read_bytes()),
+        config_digest=sha256_digest((target / CONFIG_NAME).read_bytes()),
         weight_files=files,
         written_by="save_pretrained",
         sidecars=tuple(
