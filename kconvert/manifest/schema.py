@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -237,6 +238,11 @@ def _check_tensors(manifest: Manifest, where: str) -> None:
             seen.add(name)
 
 
+@cache
+def _type_hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
 def _read(kind: Any, value: Any, where: str) -> Any:
     """`value` (from JSON) as `kind`: dataclasses, tuples, optional values and scalars, checked strictly."""
     origin, args = get_origin(kind), get_args(kind)
@@ -253,7 +259,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if isinstance(kind, type) and hasattr(kind, "__dataclass_fields__"):
         if not isinstance(value, Mapping):
             raise TypeError(f"{where} is no object")
-        hints = get_type_hints(kind)
+        hints = _type_hints(kind)
         known = [field.name for field in fields(kind)]
         stray = sorted(set(value) - set(known))
         lacking = [name for name in known if name not in value]
