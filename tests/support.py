@@ -40,7 +40,10 @@ __all__ = [
     "write_safetensors",
 ]
 
-Kind = Literal["qwen3", "llama"]
+Kind = Literal[
+    "qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", "gemma3", "phi3", "granite", "olmo2", "olmo"
+]
+"""Model types that `tiny_model` makes."""
 
 _DTYPES = {
     torch.bool: "BOOL",
@@ -136,8 +139,12 @@ def read_raw(directory: Path, pattern: str = "*.safetensors") -> dict[str, RawTe
 
 
 def tiny_config(kind: Kind, *, tie: bool = False, **kw: Any) -> Any:
-    """A config of two layers, hidden 32, four heads of 16 (not hidden / heads), two kv heads; `kw` overrides."""
-    from transformers import LlamaConfig, Qwen3Config
+    """A config of two layers, hidden 32, four heads of 16 (not hidden / heads), two kv heads; `kw` overrides.
+
+    Phi-3 has no head_dim of its own and keeps hidden / heads.  Gemma 3 with images has a vision tower of one layer;
+    `kw` is for its text part.
+    """
+    from transformers import AutoConfig
 
     values: dict[str, Any] = {
         "vocab_size": 64,
@@ -152,16 +159,32 @@ def tiny_config(kind: Kind, *, tie: bool = False, **kw: Any) -> Any:
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": None,
+        **kw,
     }
-    cls: Any = {"qwen3": Qwen3Config, "llama": LlamaConfig}[kind]
-    return cls(**{**values, **kw})
+    if kind == "phi3":
+        del values["head_dim"]
+        values.update(original_max_position_embeddings=64)
+    if kind == "gemma3":
+        vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+        return AutoConfig.for_model(
+            kind,
+            text_config=values,
+            vision_config={**vision, "image_size": 28, "patch_size": 14},
+            mm_tokens_per_image=4,
+            tie_word_embeddings=tie,
+            image_token_index=60,
+            boi_token_index=61,
+            eoi_token_index=62,
+        )
+    return AutoConfig.for_model(kind, **values)
 
 
 def tiny_model(kind: Kind, *, dtype: torch.dtype = torch.float32, tie: bool = False, seed: int = 0, **kw: Any) -> Any:
     """A stock causal model in eval mode; every parameter is random, norm weights too."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model: Any = AutoModelForCausalLM.from_config(tiny_config(kind, tie=tie, **kw))
+    auto: Any = AutoModelForImageTextToText if kind == "gemma3" else AutoModelForCausalLM
+    model: Any = auto.from_config(tiny_config(kind, tie=tie, **kw))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

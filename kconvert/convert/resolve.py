@@ -6,7 +6,7 @@ recipe says so and this machine does too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from kconvert.manifest import LayoutRecord, PackageRecord
 from kconvert.names import near_misses
 from kconvert.plan import Entry, Pair
 from kconvert.recipe import KernelRef, Patch, Recipe
-from kconvert.transforms import LayoutSpec, MappingRule, bind_mapping, bind_spec
+from kconvert.transforms import LayoutSpec, MappingRule, Op, bind_mapping, bind_spec
 
 if TYPE_CHECKING:
     from kconvert.kernels.packages import PackageClasses, PackageCopy
@@ -86,6 +86,7 @@ def _builtin_entry(number: int, patch: Patch) -> Entry:
             where=patch.where,
             fix=f"use {wanted}",
         )
+    _check_dtype(patch, spec.name, [rule.op for rule in spec.rules])
     return Entry(
         number=number,
         where=patch.where,
@@ -95,7 +96,17 @@ def _builtin_entry(number: int, patch: Patch) -> Entry:
         layout=LayoutRecord(spec.name, spec.version),
         changes_parameters=spec.changes_parameters,
         bind=lambda paths, tensors: bind_spec(spec, paths, tensors),
+        takes=spec.takes,
+        dtype=patch.dtype,
     )
+
+
+def _check_dtype(patch: Patch, layout: str, ops: Iterable[Op]) -> None:
+    """Refuse a `dtype` that nothing would be stored in: only what is joined is converted."""
+    if patch.dtype is not None and all(op is Op.RENAME for op in ops):
+        raise RecipeError(
+            f"'dtype' beside layout {layout!r}, which joins no tensors", where=patch.where, fix="remove 'dtype'"
+        )
 
 
 def _spec_of(kernel_id: str, where: str) -> LayoutSpec:
@@ -141,6 +152,7 @@ def _package_entry(
             fix="read the code, then set trust_remote_code: true",
         )
     package, rules = _import(patch, reference, recipe, trust_remote_code)
+    _check_dtype(patch, f"{reference.class_name}Layout", [rule.op for rule in rules])
     record = PackageRecord(reference.text, None, package.copy.digest, str(reference.class_name))
     entry = Entry(
         number=number,
@@ -151,6 +163,7 @@ def _package_entry(
         layout=LayoutRecord(f"{reference.class_name}Layout", 1, record),
         changes_parameters=True,
         bind=lambda paths, tensors: bind_mapping(rules, paths, tensors),
+        dtype=patch.dtype,
     )
     return entry, package
 

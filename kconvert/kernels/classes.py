@@ -16,13 +16,15 @@ _CLASSES: dict[tuple[type, ...], type] = {}
 _LOCK = Lock()
 
 
-def derived_class(make: Callable[..., type], bases: tuple[type, ...], members: Mapping[str, Any] | None = None) -> Any:
+def derived_class(
+    make: Callable[..., type], bases: tuple[type, ...], members: Callable[[], Mapping[str, Any]] | None = None
+) -> Any:
     """The class that derives from `bases` and is called what the last of them is called.
 
     Args:
         make: the module-level function that makes it from its bases; a pickle names this function.
         bases: mixins first, the stock class last.
-        members: further class attributes.
+        members: gives further class attributes; called once, when the class is made.
     """
 
     def reduce(self: Any, protocol: Any) -> Any:
@@ -37,7 +39,7 @@ def derived_class(make: Callable[..., type], bases: tuple[type, ...], members: M
                 "__doc__": stock.__doc__,
                 "__reduce_ex__": reduce,
                 "kconvert_stock_class": stock,
-                **(members or {}),
+                **(members() if members is not None else {}),
             }
             _CLASSES[bases] = type(stock.__name__, bases, namespace)
         return _CLASSES[bases]

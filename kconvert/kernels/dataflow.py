@@ -7,8 +7,7 @@ shapes and no data, and every operation that touches the output in question is w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kconvert.errors import one_line
+from kconvert.kernels.probe import eval_mode
 
 __all__ = ["check_chains"]
 
@@ -111,16 +111,6 @@ def _hook(link: _Link, first: nn.Module, second: nn.Module) -> list[Any]:
     ]
 
 
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
 def _run(model: nn.Module, links: Sequence[_Link]) -> str | None:
     """One forward with the first kind of input that the model takes; the last error where none does."""
     failure = "it takes no input_ids"
@@ -128,7 +118,7 @@ def _run(model: nn.Module, links: Sequence[_Link]) -> str | None:
         for link in links:
             link.output, link.calls, link.reason, link.inside = None, [0, 0], None, 0
         try:
-            with torch.device("meta"), torch.no_grad(), _eval_mode(model), _Watch(links):
+            with torch.device("meta"), torch.no_grad(), eval_mode(model), _Watch(links):
                 inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
                 if "attention_mask" in extra:
                     # a 4-D mask and positions keep mask code from asking a meta tensor for its values

@@ -4,7 +4,7 @@ A patched module is an instance of a class made of the layout and the stock clas
 name: what transformers decides by `isinstance` or by class name stays as it was.  The stock instance is
 kept and changes class, so every attribute, hook and flag that its own `__init__` set is still there.  Its
 forward picks a kernel by the device of its input at call time and otherwise runs the reference: the stock
-forward, which reads the packed parameters through row views.
+forward, which finds every parameter that it asks for.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from functools import wraps
 from inspect import signature
 from typing import Any, ClassVar, cast
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 
 from kconvert.kernels.classes import derived_class
 from kconvert.kernels.dispatch import Dispatch
 from kconvert.transforms import LayoutSpec, Rule
 
-__all__ = ["Layout", "LinearView", "is_patched", "other_inputs", "patched_class", "stock_class_of", "stock_twin"]
+__all__ = ["Layout", "is_patched", "other_inputs", "patched_class", "stock_class_of", "stock_twin"]
 
 
 class Layout(nn.Module):
@@ -35,6 +33,8 @@ class Layout(nn.Module):
 
     spec: ClassVar[LayoutSpec]
     conversion_mapping: ClassVar[Sequence[Rule]] = ()
+    takes_one_tensor: ClassVar[bool] = True
+    """Whether the forward of every module that fits is a function of one hidden-state tensor."""
     kconvert_stock_class: ClassVar[type[nn.Module]]
     kconvert_dispatch: Dispatch
 
@@ -64,6 +64,11 @@ class Layout(nn.Module):
     def pack_parameters(self) -> None:
         """Replace the members' parameters by the layout's.  Layouts that change none inherit this."""
 
+    @classmethod
+    def class_members(cls, stock: type[nn.Module]) -> dict[str, Any]:
+        """Attributes that a patched class gets once, made from the stock class; the base adds none."""
+        return {}
+
     def facts(self) -> dict[str, Any]:
         """What is proven of this module and stored in the manifest, per class; empty where there is nothing."""
         return {}
@@ -73,80 +78,16 @@ class Layout(nn.Module):
         return type(self).kconvert_stock_class.forward(self, *args, **kwargs)
 
 
-class LinearView:
-    """Rows of a packed `nn.Linear`, usable where stock code expects the original projection.
-
-    Not a module, so it is in no state dict, and read-only.
-    """
-
-    def __init__(self, packed: nn.Linear, start: int, rows: int) -> None:
-        self._packed, self._start, self._rows = packed, start, rows
-
-    @property
-    def in_features(self) -> int:
-        """Columns of the weight."""
-        return self._packed.in_features
-
-    @property
-    def out_features(self) -> int:
-        """Rows of the weight."""
-        return self._rows
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """A view of the rows, marked as initialised: a model's `_init_weights` must not fill it."""
-        return self._view(self._packed.weight)
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """A view of the bias rows, where there is a bias."""
-        return None if self._packed.bias is None else self._view(self._packed.bias)
-
-    def _view(self, tensor: torch.Tensor) -> torch.Tensor:
-        view = tensor.narrow(0, self._start, self._rows)
-        if getattr(tensor, "_is_hf_initialized", False):
-            view._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own flag
-        return view
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden @ weight.T + bias`.
-
-        A packed projection that is more than a plain linear layer (an adapter around it, hooks) is called whole,
-        and its rows are taken from the result; where accelerate offloads it, its hook brings the weights.
-        """
-        hook = getattr(self._packed, "_hf_hook", None)
-        if not _is_plain(self._packed, offloaded=hook is not None):
-            return cast("torch.Tensor", self._packed(hidden)).narrow(-1, self._start, self._rows)
-        if hook is None:
-            return F.linear(hidden, self.weight, self.bias)
-        (moved,), _ = hook.pre_forward(self._packed, hidden)
-        return cast("torch.Tensor", hook.post_forward(self._packed, F.linear(moved, self.weight, self.bias)))
-
-
-def _is_plain(linear: nn.Module, *, offloaded: bool) -> bool:
-    """Whether calling it is `F.linear` on its weight; accelerate gives an offloaded one a forward of its own.
-
-    Where accelerate has taken that back, the instance keeps the forward of its class as an attribute.
-    """
-    own = linear.__dict__.get("forward")
-    is_replaced = own is not None and getattr(own, "__func__", None) is not nn.Linear.forward and not offloaded
-    hooks = (
-        linear._forward_hooks,
-        linear._forward_pre_hooks,
-        linear._backward_hooks,
-        linear._backward_pre_hooks,
-    )
-    return type(linear) is nn.Linear and not any(hooks) and not is_replaced
-
-
 def _dispatching_forward(stock: type[nn.Module]) -> Callable[..., Any]:
+    takes_one = len(signature(stock.forward).parameters) == 2
+
     @wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         kernel = self.kconvert_dispatch.kernel_for(self, args, kwargs)
         if kernel is None:
             return self.reference(*args, **kwargs)
-        if len(kwargs) == 1 and not args:
-            return kernel.forward(self, *kwargs.values())  # stock classes do not agree on what the one input is called
+        if takes_one:  # stock classes do not agree on what the one input is called
+            return kernel.forward(self, *args, *kwargs.values())
         return kernel.forward(self, *args, **kwargs)
 
     return forward
@@ -154,7 +95,14 @@ def _dispatching_forward(stock: type[nn.Module]) -> Callable[..., Any]:
 
 def patched_class(*bases: type) -> type[nn.Module]:
     """A module class that derives from `bases`, the stock class last, and picks a kernel in its forward."""
-    return cast("type[nn.Module]", derived_class(patched_class, bases, {"forward": _dispatching_forward(bases[-1])}))
+
+    def members() -> dict[str, Any]:
+        made = {"forward": _dispatching_forward(bases[-1])}
+        for base in bases[:-1]:
+            made.update(base.class_members(bases[-1]) if issubclass(base, Layout) else {})
+        return made
+
+    return cast("type[nn.Module]", derived_class(patched_class, bases, members))
 
 
 def is_patched(module: nn.Module) -> bool:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kconvert.checkpoint import DTYPE_BITS, Checkpoint, SourceTensor
+from kconvert.checkpoint import DTYPE_BITS, FLOAT_DTYPES, Checkpoint, SourceTensor
 from kconvert.errors import CheckpointError, RecipeError
 from kconvert.names import SINGLE_NAME, natural_key, parents, shard_name
 from kconvert.plan.match import check_conflicts, match_entries, module_paths_of
 from kconvert.plan.model import Claim, Entry, OutputShard, Part, Plan, Step
-from kconvert.transforms import BoundRule, Op, ShapeError, target_shape
+from kconvert.transforms import BoundRule, Op, ShapeError, is_taken, target_shape
 
 __all__ = ["build_plan"]
 
@@ -53,10 +53,12 @@ def build_plan(
     inside = _names_by_module(sources)
     steps, taken = [], set()
     for claim in claims:
-        names = sorted({name for path in claim.paths for name in inside.get(path, ())}, key=natural_key)
+        takes = entries[claim.entry].takes
+        held = {name for path in claim.paths for name in inside.get(path, ()) if is_taken(name, path, takes)}
+        names = sorted(held, key=natural_key)
         taken.update(names)
         for rule in _bind(entries[claim.entry], claim, names, checkpoint):
-            steps.append(_step(claim, rule, sources, checkpoint))
+            steps.append(_step(entries[claim.entry], rule, sources, checkpoint))
     steps.extend(_copy_step(name, tensor) for name, tensor in sources.items() if name not in taken)
     _check_targets(steps)
     steps.sort(key=lambda step: natural_key(step.target))
@@ -118,26 +120,20 @@ def _bind(entry: Entry, claim: Claim, names: Sequence[str], checkpoint: Checkpoi
 
 def _part(name: str, tensor: SourceTensor, axis: int) -> Part:
     rows = tensor.shape[axis] if tensor.shape else 1
-    return Part(name, tensor.name, tensor.file, rows, tensor.offset, tensor.size_bytes)
+    return Part(name, tensor.name, tensor.file, tensor.dtype, rows, tensor.offset, tensor.size_bytes)
 
 
 def _copy_step(name: str, tensor: SourceTensor) -> Step:
     return Step(name, tensor.dtype, tensor.shape, "copy", 0, None, (_part(name, tensor, 0),))
 
 
-def _step(claim: Claim, rule: BoundRule, sources: Mapping[str, SourceTensor], checkpoint: Checkpoint) -> Step:
+def _step(entry: Entry, rule: BoundRule, sources: Mapping[str, SourceTensor], checkpoint: Checkpoint) -> Step:
     tensors = [sources[name] for name in rule.sources]
     where = str(checkpoint.model_dir)
-    dtypes = sorted({tensor.dtype for tensor in tensors})
     listed = ", ".join(
         f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in zip(rule.sources, tensors, strict=True)
     )
-    if len(dtypes) > 1:
-        raise CheckpointError(
-            f"{rule.target!r} would join different dtypes: {listed}",
-            where=where,
-            fix="store the group in one dtype, or leave these layers out of the path",
-        )
+    dtype = _target_dtype(entry, rule, tensors, where, listed)
     if rule.op is not Op.RENAME and rule.axis != 0:
         raise CheckpointError(
             f"{rule.target!r} joins along axis {rule.axis}", where=where, fix="only axis 0 can be written so far"
@@ -151,7 +147,30 @@ def _step(claim: Claim, rule: BoundRule, sources: Mapping[str, SourceTensor], ch
             fix="check the checkpoint's config.json",
         ) from None
     parts = tuple(_part(name, tensor, rule.axis) for name, tensor in zip(rule.sources, tensors, strict=True))
-    return Step(rule.target, dtypes[0], shape, rule.op.value, rule.axis, claim.entry, parts)
+    return Step(rule.target, dtype, shape, rule.op.value, rule.axis, entry.number, parts)
+
+
+def _target_dtype(entry: Entry, rule: BoundRule, tensors: Sequence[SourceTensor], where: str, listed: str) -> str:
+    """The dtype of a rule's target: the entry's for what is joined, where it names one, else that of the sources."""
+    found = {tensor.dtype for tensor in tensors}
+    if entry.dtype is not None and rule.op is not Op.RENAME:
+        for name, tensor in zip(rule.sources, tensors, strict=True):
+            if tensor.dtype not in FLOAT_DTYPES:
+                raise CheckpointError(
+                    f"{name!r} is {tensor.dtype}, which cannot be stored as {entry.dtype} (the dtype of {entry.where})",
+                    where=where,
+                    fix=f"only {', '.join(FLOAT_DTYPES)} are converted: leave these layers out of the path",
+                )
+        return entry.dtype
+    if len(found) > 1:
+        named = "name the dtype to store it in with `dtype:` in the patch entry"
+        raise CheckpointError(
+            f"{rule.target!r} would join different dtypes: {listed}",
+            where=where,
+            fix=f"{named if found <= {*FLOAT_DTYPES} else 'store the group in one dtype'}, "
+            "or leave these layers out of the path",
+        )
+    return tensors[0].dtype
 
 
 def _check_targets(steps: Sequence[Step]) -> None:

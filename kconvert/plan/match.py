@@ -12,6 +12,7 @@ from kconvert.errors import RecipeError
 from kconvert.names import natural_key, near_misses, parents, starred
 from kconvert.patterns import NumberSet
 from kconvert.plan.model import Claim, Entry, Pair, PatternTrace
+from kconvert.transforms import is_taken
 
 __all__ = ["check_conflicts", "match_entries", "module_paths_of"]
 
@@ -134,7 +135,7 @@ def check_conflicts(entries: Sequence[Entry], claims: Sequence[Claim]) -> None:
             owner[path] = claim.entry
     for path, number in owner.items():
         for above in parents(path):
-            if above in owner:
+            if above in owner and is_taken(path, above, entries[owner[above]].takes):
                 _refuse(entries, owner[above], number, path)
 
 
@@ -142,5 +143,5 @@ def _refuse(entries: Sequence[Entry], first: int, second: int, path: str) -> Non
     raise RecipeError(
         f"{path!r} is already taken by the entry at {entries[first].where}",
         where=entries[second].where,
-        fix="an entry takes its whole subtree: keep one of the two, or separate their layers with number sets",
+        fix="no module can be in two entries: keep one of the two, or separate their layers with number sets",
     )

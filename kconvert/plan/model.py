@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kconvert.checkpoint import DTYPE_BITS
 from kconvert.manifest import LayoutRecord
 from kconvert.patterns import PathPattern
 from kconvert.transforms import BoundRule
@@ -27,7 +28,8 @@ class Entry:
     """A patch entry, resolved: its layout is known and can be bound to modules.
 
     `bind(paths, names)` gives the layout's tensors for the modules at `paths` (pair order) among the
-    tensors `names`, all of which lie in these modules.
+    tensors `names`, all of which the entry takes: those of the children `takes`, or of the whole subtree where it
+    is empty.  `dtype` is what joined tensors are stored in; None keeps the dtype of their parts.
     """
 
     number: int
@@ -38,11 +40,13 @@ class Entry:
     layout: LayoutRecord
     changes_parameters: bool
     bind: Callable[[Sequence[str], Sequence[str]], tuple[BoundRule, ...]]
+    takes: frozenset[str] = frozenset()
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The modules (pair order) that entry number `entry` takes with their whole subtrees, once."""
+    """The modules (pair order) that entry number `entry` takes, each with what the entry takes below it, once."""
 
     entry: int
     paths: tuple[str, ...]
@@ -58,21 +62,33 @@ class PatternTrace:
     matched: tuple[str, ...]
 
 
+_EXACT = frozenset({("F16", "F32"), ("BF16", "F32")})
+"""(source, target) of the conversions that keep every value."""
+
+
 @dataclass(frozen=True)
 class Part:
-    """A run of rows of a target: the source's module name, its name and file on disk, rows, and extent."""
+    """A run of rows of a target: the source's module name, its name, file and dtype on disk, rows, and extent."""
 
     source: str
     file_name: str
     file: str
+    dtype: str
     rows: int
     offset: int
     size_bytes: int
 
+    def is_rounded_to(self, dtype: str) -> bool:
+        """Whether values are lost where the part is stored in the float dtype `dtype`."""
+        return self.dtype != dtype and (self.dtype, dtype) not in _EXACT
+
 
 @dataclass(frozen=True)
 class Step:
-    """One output tensor.  `op` is `copy` for a tensor outside every claim, else the rule's op."""
+    """One output tensor.  `op` is `copy` for a tensor outside every claim, else the rule's op.
+
+    A part of another dtype than the tensor's is converted.
+    """
 
     target: str
     dtype: str
@@ -85,12 +101,13 @@ class Step:
     @property
     def size_bytes(self) -> int:
         """Bytes of the output tensor."""
-        return sum(part.size_bytes for part in self.parts)
+        bits = DTYPE_BITS[self.dtype]
+        return sum(part.size_bytes * bits // DTYPE_BITS[part.dtype] for part in self.parts)
 
     @property
     def is_transformed(self) -> bool:
         """Whether the tensor differs from its source in more than its name."""
-        return len(self.parts) > 1
+        return len(self.parts) > 1 or any(part.dtype != self.dtype for part in self.parts)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from kconvert.runtime.modelclass import load_config, model_class, read_config
 from kconvert.runtime.offload import join_offload_hooks
 from kconvert.runtime.patching import PatchJob, ResolvedPatch, packings_of, patching, resolve_layout
 from kconvert.runtime.saving import LoadedModel, Origin
+from kconvert.runtime.source_names import source_names
 
 __all__ = ["load_converted"]
 
@@ -105,6 +106,9 @@ def load_converted(
     join_offload_hooks(model, tuple(paths[0] for patch in patches for paths in patch.record.modules))
     restore_buffers(model, job)
     check_loaded(model, info, manifest)
+    if manifest.model_checked:
+        # the files hold module names, so nothing was converted, also where a packed name looks like an original one
+        model._weight_conversions = source_names(manifest)
     model.kconvert_origin = Origin(directory.resolve(), manifest)
     _assign(model, patches, kernels, strict)
     return (model, info) if with_info else model

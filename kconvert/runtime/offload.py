@@ -15,9 +15,10 @@ __all__ = ["join_offload_hooks"]
 
 def join_offload_hooks(model: Any, paths: tuple[str, ...]) -> None:
     """Give each patched module at `paths` one hook in place of those of its offloaded children."""
+    claimed = {model.get_submodule(path) for path in paths}  # a claim inside another keeps a hook of its own
     for path in paths:
         module = model.get_submodule(path)
-        children = [child for child in module.modules() if child is not module]
+        children = [child for child in module.modules() if child not in claimed]
         hooks = [child._hf_hook for child in children if hasattr(child, "_hf_hook")]
         first = next((hook for hook in hooks if getattr(hook, "offload", False)), None)
         if first is None:

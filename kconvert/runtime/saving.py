@@ -24,6 +24,7 @@ from kconvert.names import (
     INDEX_NAME,
     KERNELS_DIR,
     MANIFEST_NAME,
+    PARITY_NAME,
     SOURCE_HEADERS_NAME,
     STOCK_INDEX_NAME,
     STOCK_SINGLE_NAME,
@@ -70,7 +71,7 @@ class LoadedModel(PatchedOnInit):
                 model, beside, is_main_process=is_main_process, state_dict=state, **kwargs
             )
             if is_main_process:
-                _complete(beside, self.kconvert_origin)
+                _complete(beside, self.kconvert_origin, _tied_names(model))
                 _move(beside, target)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
@@ -82,7 +83,7 @@ def _move(beside: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     fresh = {path.relative_to(beside).as_posix() for path in beside.rglob("*") if path.is_file()}
     (target / MANIFEST_NAME).unlink(missing_ok=True)
-    for old in (INDEX_NAME, *(path.name for path in target.glob("model.kconvert*.safetensors"))):
+    for old in (INDEX_NAME, PARITY_NAME, *(path.name for path in target.glob("model.kconvert*.safetensors"))):
         if old not in fresh:
             (target / old).unlink(missing_ok=True)
     for name in sorted(fresh, key=lambda name: (name == MANIFEST_NAME, name)):
@@ -147,7 +148,12 @@ def _copy_companions(target: Path, origin: Origin) -> None:
             shutil.copytree(origin.directory / KERNELS_DIR / folder, target / KERNELS_DIR / folder, dirs_exist_ok=True)
 
 
-def _complete(target: Path, origin: Origin) -> None:
+def _tied_names(model: Any) -> set[str]:
+    """Names that need not be in a file: loading fills them from the tensor that they are tied to."""
+    return {*model.all_tied_weights_keys, *model.get_expanded_tied_weights_keys(all_submodels=True)}
+
+
+def _complete(target: Path, origin: Origin, tied: Collection[str]) -> None:
     """Everything but the weights: source headers, vendored kernels, and the manifest last."""
     manifest = origin.manifest
     _copy_companions(target, origin)
@@ -163,6 +169,12 @@ def _complete(target: Path, origin: Origin) -> None:
         raise UsageError(
             f"{len(stray)} tensors were not there at conversion, e.g. {stray[0]!r}",
             fix="save the stock layout, without variant, and convert that",
+        )
+    lost = sorted({record.target for record in manifest.tensors} - stored.keys() - set(tied))
+    if lost:
+        raise UsageError(
+            f"{lost[0]!r} shares its memory with another tensor, was left out, and could not be loaded again",
+            fix="give it memory of its own, or set tie_word_embeddings in model.config",
         )
     tensors = tuple(
         _as_stored(record, *stored[record.target]) for record in manifest.tensors if record.target in stored

@@ -1,6 +1,7 @@
 """Rules and ops on names, shapes and bytes: what a layout is, without torch."""
 
 from kconvert.transforms.bind import MappingRule, bind_mapping, bind_spec
+from kconvert.transforms.claims import claims_overlap, is_taken
 from kconvert.transforms.rules import (
     BoundRule,
     MemberTensor,
@@ -25,7 +26,9 @@ __all__ = [
     "ShapeError",
     "bind_mapping",
     "bind_spec",
+    "claims_overlap",
     "concatenate",
+    "is_taken",
     "nested",
     "rename",
     "target_shape",

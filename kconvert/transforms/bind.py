@@ -6,8 +6,8 @@ Two kinds of declarations end here and become the same `BoundRule`s:
 * the `MappingRule`s of a two-class package: regular expressions, read with transformers' own matching,
   but only inside the modules of the entry and only from the start of a name segment.
 
-Every tensor inside the matched modules has to be consumed; a group that is incomplete is an error that
-names the target and what is missing.
+Every tensor that an entry takes has to be consumed; a group that is incomplete is an error that names the
+target and what is missing.  A group that the checkpoint holds joined already is passed on as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kconvert.errors import CheckpointError, RecipeError
-from kconvert.transforms.rules import BoundRule, Op
+from kconvert.transforms.claims import is_taken
+from kconvert.transforms.rules import BoundRule, MemberTensor, Op, Rule
 from kconvert.transforms.spec import LayoutSpec
 
 __all__ = ["MappingRule", "bind_mapping", "bind_spec"]
@@ -50,14 +51,14 @@ def _inside(name: str, path: str) -> str | None:
 def bind_spec(spec: LayoutSpec, paths: Sequence[str], names: Sequence[str]) -> tuple[BoundRule, ...]:
     """The rules of `spec` for the modules at `paths` (pair order) among tensors called `names`.
 
-    `names` are full module names; only those below `paths` are looked at.  Targets lie below `paths[0]`.
+    `names` are full module names; only those that the layout takes are looked at.  Targets lie below `paths[0]`.
 
     Raises:
         RecipeError: there are tensors, and the layout knows none of them: it is the wrong layout for these modules.
         CheckpointError: a source is missing, or a tensor inside the modules is not taken by the layout.
     """
-    present = {name for name in names if any(_inside(name, path) is not None for path in paths)}
-    known = {f"{paths[source.member]}.{source.name}" for rule in spec.rules for source in rule.sources}
+    present = {name for name in names if any(is_taken(name, path, spec.takes) for path in paths)}
+    known = {f"{paths[source.member]}.{source.name}" for rule in spec.rules for source in _possible_sources(rule)}
     if present and not present & known:
         raise RecipeError(
             f"layout {spec.name!r} does not fit {' and '.join(map(repr, paths))}, which holds {min(present)!r}",
@@ -68,9 +69,19 @@ def bind_spec(spec: LayoutSpec, paths: Sequence[str], names: Sequence[str]) -> t
     for rule in spec.rules:
         sources = tuple(f"{paths[source.member]}.{source.name}" for source in rule.sources)
         missing = [name for name in sources if name not in present]
+        target = f"{paths[0]}.{rule.target}"
+        joined = f"{paths[rule.packed.member]}.{rule.packed.name}" if rule.packed is not None else None
+        if joined in present and len(missing) == len(sources):
+            if not rule.takes_packed:
+                raise RecipeError(
+                    f"{joined!r} is stored packed, in an order of its model's own, which layout {spec.name!r} does not take",
+                    fix="leave these modules out of the recipe: their tensors pass through as they are",
+                )
+            used.add(joined)
+            bound.append(BoundRule(Op.RENAME, (joined,), target, rule.axis))
+            continue
         if rule.optional and len(missing) == len(sources):
             continue
-        target = f"{paths[0]}.{rule.target}"
         if missing:
             named = ", ".join(map(repr, missing))
             raise CheckpointError(
@@ -88,6 +99,10 @@ def bind_spec(spec: LayoutSpec, paths: Sequence[str], names: Sequence[str]) -> t
             fix="leave these layers out of the path, or use a layout that takes the tensor",
         )
     return tuple(bound)
+
+
+def _possible_sources(rule: Rule) -> tuple[MemberTensor, ...]:
+    return rule.sources if rule.packed is None else (*rule.sources, rule.packed)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ class Rule:
     """One layout tensor.
 
     `sources` are in part order: the rows of the first source come first in the target.  An `optional`
-    rule applies where all its sources exist and is skipped where none does (biases).
+    rule applies where all its sources exist and is skipped where none does (biases).  `packed` is the tensor that
+    stands for all the sources in a model that is trained packed; only where `takes_packed` does the layout take it as
+    it is, because it can be shown that its parts are in the same order.
     """
 
     op: Op
@@ -45,6 +47,8 @@ class Rule:
     target: str
     axis: int = 0
     optional: bool = False
+    packed: MemberTensor | None = None
+    takes_packed: bool = False
 
     def __post_init__(self) -> None:
         if (self.op is Op.RENAME) != (len(self.sources) == 1):
@@ -72,9 +76,13 @@ def rename(source: str, target: str | None = None, *, optional: bool = False) ->
     return Rule(Op.RENAME, (MemberTensor(0, source),), target or source, optional=optional)
 
 
-def concatenate(sources: Sequence[str], target: str, *, axis: int = 0, optional: bool = False) -> Rule:
-    """`sources`, in this order, joined along `axis`."""
-    return Rule(Op.CONCATENATE, tuple(MemberTensor(0, name) for name in sources), target, axis, optional)
+def concatenate(
+    sources: Sequence[str], target: str, *, axis: int = 0, optional: bool = False, takes_packed: bool = False
+) -> Rule:
+    """`sources`, in this order, joined along `axis`; see `Rule` for a source tensor that is called `target`."""
+    parts = tuple(MemberTensor(0, name) for name in sources)
+    packed = MemberTensor(0, target)
+    return Rule(Op.CONCATENATE, parts, target, axis, optional, packed=packed, takes_packed=takes_packed)
 
 
 def nested(rules: Sequence[Rule], *, member: int, into: str) -> tuple[Rule, ...]:
@@ -84,6 +92,7 @@ def nested(rules: Sequence[Rule], *, member: int, into: str) -> tuple[Rule, ...]
             rule,
             sources=tuple(MemberTensor(member, source.name) for source in rule.sources),
             target=f"{into}.{rule.target}",
+            packed=rule.packed and MemberTensor(member, rule.packed.name),
         )
         for rule in rules
     )

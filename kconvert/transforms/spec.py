@@ -32,6 +32,8 @@ class LayoutSpec:
         kernels: the kernels that implement it, best first.
         module: where its `{Name}Layout` class lives, as `package.module:Class`.
         summary: one line for people.
+        takes: the children of the one member that the layout takes, those that it makes included; empty where it
+            takes the whole subtree.  What it does not take stays as it is, or belongs to another entry.
     """
 
     name: str
@@ -41,6 +43,7 @@ class LayoutSpec:
     kernels: tuple[KernelEntry, ...]
     module: str
     summary: str
+    takes: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         targets = [rule.target for rule in self.rules]
@@ -49,6 +52,10 @@ class LayoutSpec:
         stray = {source.member for rule in self.rules for source in rule.sources} - set(range(len(self.members)))
         if stray:
             raise ValueError(f"layout {self.name!r} has {len(self.members)} members, its rules name member {stray}")
+        named = {source.name for rule in self.rules for source in rule.sources}
+        outside = {name for name in {*named, *targets} if name.partition(".")[0] not in self.takes}
+        if self.takes and (self.is_fusion or outside):
+            raise ValueError(f"layout {self.name!r} takes {sorted(self.takes)}, its rules name {sorted(outside)}")
 
     @property
     def is_fusion(self) -> bool:

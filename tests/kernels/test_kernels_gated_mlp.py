@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import GemmaConfig, Llama4TextConfig
+from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama4.modeling_llama4 import Llama4TextMLP
 
-from kconvert.kernels.ops.gated_mlp.cpu import CpuFusedSwiGLU, swiglu_cpu
-from kconvert.kernels.ops.gated_mlp.layout import GatedMLPLayout, prove_swiglu
-from tests.support import tiny_config
+from kconvert.kernels.ops.gated_mlp.cpu import CpuFusedGeGLU, CpuFusedSwiGLU, gated_product_cpu
+from kconvert.kernels.ops.gated_mlp.layout import GatedMLPLayout, prove_activation
+from tests.support import tiny_config, tiny_model
 
 TOLERANCES: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-6},
@@ -21,6 +24,7 @@ TOLERANCES: dict[torch.dtype, dict[str, Any]] = {
     torch.float16: {"rtol": 2**-9, "atol": 2**-9},
 }
 SHAPES = [(1, 1, 7), (3, 577), (2, 5, 2048)]
+NOT_GATED = "its forward is not down(act(gate) * up) with silu or gelu_tanh"
 
 
 class GatedMLP(nn.Module):
@@ -31,7 +35,7 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden, inner, bias=bias)
         self.up_proj = nn.Linear(hidden, inner, bias=bias)
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
-        self.act_fn = nn.SiLU()
+        self.act_fn: nn.Module = nn.SiLU()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
@@ -64,8 +68,20 @@ def test_gate_comes_first_by_value() -> None:
         torch.testing.assert_close(module.reference(hidden), swapped, rtol=0, atol=5e-5)
 
 
+def test_gate_comes_first_by_value_with_gelu_too() -> None:
+    hidden = torch.tensor([1.0, -1.0])
+    module = _identity_mlp()
+    module.act_fn = nn.GELU(approximate="tanh")
+    packed: Any = GatedMLPLayout.patch([module])
+    with torch.no_grad():
+        for right in (torch.tensor([1.6824, 0.3176]), torch.tensor([1.9546, 0.0454])):
+            torch.testing.assert_close(CpuFusedGeGLU.forward(packed, hidden), right, rtol=0, atol=5e-5)
+            torch.testing.assert_close(packed.reference(hidden), right, rtol=0, atol=5e-5)
+            packed.gate_up_proj.weight.copy_(packed.gate_up_proj.weight.roll(2, 0))
+
+
 def test_halves_and_not_pairs() -> None:
-    found = swiglu_cpu(torch.tensor([[1.0, -1.0, 2.0, -2.0]]))
+    found = gated_product_cpu(torch.tensor([[1.0, -1.0, 2.0, -2.0]]), "silu")
     torch.testing.assert_close(found, torch.tensor([[1.4621, 0.5379]]), rtol=0, atol=5e-5)
 
 
@@ -131,8 +147,8 @@ def _other(name: str) -> GatedMLP:
         ("no up", "no plain linear up_proj"),
         ("parameter", "other parameters: scale"),
         ("child with parameters", "other parameters: norm.weight"),
-        ("shapes", "differ in shape or bias"),
-        ("bias of one", "differ in shape or bias"),
+        ("shapes", "gate_proj and up_proj differ in shape"),
+        ("bias of one", "of gate_proj and up_proj, gate_proj has no bias"),
     ],
 )
 def test_modules_of_another_structure(name: str, said: str) -> None:
@@ -143,12 +159,58 @@ def test_modules_of_another_structure(name: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("activation", "is_swiglu"), [("silu", True), ("swish", True), ("gelu_pytorch_tanh", False), ("relu", False)]
+    ("activation", "not_silu", "not_gelu_tanh"),
+    [
+        ("silu", None, "its activation is silu, not gelu_tanh"),
+        ("swish", None, "its activation is silu, not gelu_tanh"),
+        ("gelu_pytorch_tanh", "its activation is gelu_tanh, not silu", None),
+        ("gelu_new", "its activation is gelu_tanh, not silu", None),
+        ("gelu", NOT_GATED, NOT_GATED),
+        ("quick_gelu", NOT_GATED, NOT_GATED),
+        ("relu", NOT_GATED, NOT_GATED),
+    ],
 )
-def test_the_activation_is_proven(activation: str, is_swiglu: bool) -> None:
-    config = tiny_config("llama", hidden_act=activation)
-    reason = prove_swiglu(GatedMLPLayout.patch([LlamaMLP(config)]))  # type: ignore[arg-type]
-    assert reason == (None if is_swiglu else "its forward is not down(silu(gate) * up)")
+def test_the_activation_is_proven(activation: str, not_silu: str | None, not_gelu_tanh: str | None) -> None:
+    packed: Any = GatedMLPLayout.patch([LlamaMLP(tiny_config("llama", hidden_act=activation))])
+    assert prove_activation(packed, "silu") == CpuFusedSwiGLU.supports(packed) == not_silu
+    assert prove_activation(packed, "gelu_tanh") == CpuFusedGeGLU.supports(packed) == not_gelu_tanh
+
+
+@pytest.mark.parametrize(
+    ("build", "kernel"),
+    [
+        (lambda: GemmaMLP(GemmaConfig(hidden_size=8, intermediate_size=12)), CpuFusedGeGLU),
+        (lambda: GemmaMLP(GemmaConfig(hidden_size=8, intermediate_size=12, hidden_act="silu")), CpuFusedSwiGLU),
+        (lambda: LlamaMLP(tiny_config("llama", hidden_size=8, mlp_bias=True)), CpuFusedSwiGLU),
+        (lambda: LlamaMLP(tiny_config("llama", hidden_size=8, hidden_act="gelu_new", mlp_bias=True)), CpuFusedGeGLU),
+        (lambda: Llama4TextMLP(Llama4TextConfig(hidden_size=8, intermediate_size_mlp=12)), CpuFusedSwiGLU),
+        (lambda: Llama4TextMLP(Llama4TextConfig(hidden_size=8, hidden_act="gelu_pytorch_tanh")), CpuFusedGeGLU),
+    ],
+    ids=["gemma default", "gemma silu", "bias", "bias gelu", "llama4", "llama4 gelu"],
+)
+def test_the_kernel_follows_the_activation_wherever_the_class_keeps_it(build: Any, kernel: Any) -> None:
+    """A19: Gemma's config calls it hidden_act or hidden_activation, Llama 4's MLP activation_fn."""
+    module = build()
+    hidden = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.5)
+        expected = module(hidden)
+        packed: Any = GatedMLPLayout.patch([module])
+        (other,) = {CpuFusedSwiGLU, CpuFusedGeGLU} - {kernel}
+        assert kernel.supports(packed) is None
+        assert str(other.supports(packed)).startswith("its activation is ")
+        assert torch.equal(packed.reference(hidden), expected)
+        torch.testing.assert_close(kernel.forward(packed, hidden), expected, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(other.forward(packed, hidden), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gemma_2_keeps_its_activation_under_another_key() -> None:
+    model = tiny_model("gemma2", hidden_activation="gelu_pytorch_tanh", hidden_act="silu")
+    packed: Any = GatedMLPLayout.patch([model.model.layers[0].mlp])
+    assert CpuFusedGeGLU.supports(packed) is None
+    other = tiny_model("gemma2", hidden_activation="silu")
+    assert CpuFusedSwiGLU.supports(GatedMLPLayout.patch([other.model.layers[0].mlp])) is None
 
 
 def _clamped(self: Any, x: torch.Tensor) -> Any:
@@ -185,17 +247,18 @@ def test_a_forward_with_more_arithmetic_keeps_its_own_bits(forward: Callable[...
     assert GatedMLPLayout.unfit([module]) is None
     packed: Any = GatedMLPLayout.patch([module])
     assert torch.equal(packed.reference(hidden), expected)
-    assert CpuFusedSwiGLU.supports(packed) == "its forward is not down(silu(gate) * up)"
+    assert CpuFusedSwiGLU.supports(packed) == NOT_GATED
+    assert CpuFusedGeGLU.supports(packed) == NOT_GATED
 
 
 def test_a_forward_of_another_signature() -> None:
     module = type("TwoInputs", (GatedMLP,), {"forward": lambda self, x, gate: GatedMLP.forward(self, x) * gate})(8, 12)
-    assert "takes x and gate" in str(prove_swiglu(GatedMLPLayout.patch([module])))  # type: ignore[arg-type]
+    assert "takes x and gate" in str(prove_activation(GatedMLPLayout.patch([module]), "silu"))  # type: ignore[arg-type]
 
 
 def test_a_forward_that_gives_a_tuple() -> None:
     module = type("Tuple", (GatedMLP,), {"forward": lambda self, x: (GatedMLP.forward(self, x), x)})(8, 12)
-    assert "one tensor" in str(prove_swiglu(GatedMLPLayout.patch([module])))  # type: ignore[arg-type]
+    assert "one tensor" in str(prove_activation(GatedMLPLayout.patch([module]), "silu"))  # type: ignore[arg-type]
 
 
 def test_a_forward_with_an_optional_second_input_is_not_handed_to_the_kernel() -> None:
@@ -204,7 +267,7 @@ def test_a_forward_with_an_optional_second_input_is_not_handed_to_the_kernel() -
         return result if scale is None else result * scale
 
     module = type("Scaled", (GatedMLP,), {"forward": forward})(8, 12)
-    assert "takes x and scale" in str(prove_swiglu(GatedMLPLayout.patch([module])))  # type: ignore[arg-type]
+    assert "takes x and scale" in str(prove_activation(GatedMLPLayout.patch([module]), "silu"))  # type: ignore[arg-type]
 
 
 # --- the kernel -------------------------------------------------------------------------------------
@@ -218,15 +281,18 @@ def _random(hidden: int, inner: int, dtype: torch.dtype, *, bias: bool) -> Gated
     return module.to(dtype)
 
 
+@pytest.mark.parametrize("kernel", [CpuFusedSwiGLU, CpuFusedGeGLU], ids=lambda kernel: kernel.activation)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_kernel_against_the_stock_forward(bias: bool, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_kernel_against_the_stock_forward(bias: bool, dtype: torch.dtype, shape: tuple[int, ...], kernel: Any) -> None:
     module = _random(shape[-1], 33, dtype, bias=bias)
+    if kernel is CpuFusedGeGLU:
+        module.act_fn = nn.GELU(approximate="tanh")
     hidden = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     before, expected = hidden.clone(), module(hidden).detach()
     with torch.no_grad():
-        found = CpuFusedSwiGLU.forward(GatedMLPLayout.patch([module]), hidden)
+        found = kernel.forward(GatedMLPLayout.patch([module]), hidden)
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected, **TOLERANCES[dtype])
     assert torch.equal(hidden, before)
@@ -267,9 +333,53 @@ def test_gradients_against_the_reference(shape: tuple[int, ...]) -> None:
 def test_in_place_and_not_in_place_give_the_same_bits(dtype: torch.dtype) -> None:
     packed = torch.randn(3, 10, generator=torch.Generator().manual_seed(0)).to(dtype)
     gate, up = packed.chunk(2, -1)
-    expected = F.silu(gate) * up
-    assert torch.equal(swiglu_cpu(packed.clone()), expected)
-    assert torch.equal(swiglu_cpu(packed.clone().requires_grad_()).detach(), expected)
+    for name, activated in {"silu": F.silu(gate), "gelu_tanh": F.gelu(gate, approximate="tanh")}.items():
+        assert torch.equal(gated_product_cpu(packed.clone(), name), activated * up)
+        assert torch.equal(gated_product_cpu(packed.clone().requires_grad_(), name).detach(), activated * up)
+
+
+@pytest.mark.parametrize(
+    ("forward", "activation", "said"),
+    [
+        (lambda self, x: self._run(x, *self.gate_up_proj(x).chunk(2, -1)), "silu", None),
+        (lambda self, x: self._run(x, *self.gate_up_proj(x).chunk(2, -1)), "gelu_tanh", None),
+        (
+            lambda self, x: self._run(x, *reversed(self.gate_up_proj(x).chunk(2, -1))),
+            "silu",
+            f"is built packed, and {NOT_GATED}",
+        ),
+        (
+            lambda self, x: self._run(x, *self.gate_up_proj(x).unflatten(-1, (-1, 2)).unbind(-1)),
+            "silu",
+            f"is built packed, and {NOT_GATED}",
+        ),
+    ],
+    ids=["gate first", "gate first, gelu", "up first", "interleaved"],
+)
+def test_a_module_that_is_built_packed_fits_where_its_order_is_the_layouts(
+    forward: Callable[..., Any], activation: str, said: str | None
+) -> None:
+    """A4: the same shapes, and gate and up in other places."""
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Linear(8, 24, bias=False)
+            self.down_proj = nn.Linear(12, 8, bias=False)
+
+        def _run(self, x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Any:
+            return self.down_proj((F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up)
+
+    module = type("Packed", (Packed,), {"forward": forward})()
+    assert GatedMLPLayout.unfit([module]) == said
+    if said is None:
+        hidden = torch.randn(3, 8)
+        expected, before = module(hidden), module.gate_up_proj
+        packed: Any = GatedMLPLayout.patch([module])
+        assert packed.gate_up_proj is before
+        kernel = CpuFusedSwiGLU if activation == "silu" else CpuFusedGeGLU
+        torch.testing.assert_close(kernel.forward(packed, hidden), expected)
+        assert torch.equal(packed.reference(hidden), expected)
 
 
 def test_gradients_of_inputs_through_frozen_weights() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, GemmaConfig, GPT2Config, Phi3Config
+from transformers import AutoModelForCausalLM, GemmaConfig, GPT2Config
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from kconvert.errors import KconvertError
@@ -169,14 +169,24 @@ def test_the_argument_may_be_left_out() -> None:
     _check_unchanged(model, twin)
 
 
+TWO = {"cpu_fused_rmsnorm": 9, "cpu_fused_swiglu": 2}
+ALL = {"cpu_fused_qkv": 2, **TWO}
+
+
 @pytest.mark.parametrize(
-    "include", ["auto", True, "cpu_fused_rmsnorm,cpu_fused_swiglu", " cpu_fused_swiglu , cpu_fused_rmsnorm,"]
+    ("include", "counts"),
+    [
+        ("auto", ALL),
+        (True, ALL),
+        ("cpu_fused_rmsnorm,cpu_fused_swiglu", TWO),
+        (" cpu_fused_swiglu , cpu_fused_rmsnorm,", TWO),
+    ],
 )
-def test_defaults_patch_norms_and_mlps(include: Any) -> None:
+def test_defaults_patch_norms_attentions_and_mlps(include: Any, counts: dict[str, int]) -> None:
     model = tiny_model("qwen3")
     expected = _logits(model)
     assert apply_default_kernels(model, include) is model
-    assert _counts(model) == {"cpu_fused_rmsnorm": 9, "cpu_fused_swiglu": 2}
+    assert _counts(model) == counts
     assert not any(isinstance(module, nn.Identity) for module in model.modules())
     torch.testing.assert_close(_logits(model), expected, rtol=0, atol=1e-5)
 
@@ -254,7 +264,7 @@ def test_narrow_dtypes(dtype: torch.dtype) -> None:
     expected = _logits(model)
     apply_default_kernels(model, "auto")
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-    assert _counts(model) == {"cpu_fused_rmsnorm": 9, "cpu_fused_swiglu": 2}
+    assert _counts(model) == ALL
     torch.testing.assert_close(_logits(model), expected, rtol=0, atol=0.05 * float(expected.abs().max()))
 
 
@@ -336,7 +346,7 @@ def test_auto_after_the_fusion_takes_the_rest() -> None:
     expected = _logits(model)
     apply_kernel("cpu_fused_rmsnorm_swiglu", model=model)
     apply_default_kernels(model, "auto")
-    assert _counts(model) == {"cpu_fused_rmsnorm": 7, "cpu_fused_rmsnorm_swiglu": 2}
+    assert _counts(model) == {"cpu_fused_qkv": 2, "cpu_fused_rmsnorm": 7, "cpu_fused_rmsnorm_swiglu": 2}
     torch.testing.assert_close(_logits(model), expected, rtol=0, atol=1e-5)
 
 
@@ -392,14 +402,29 @@ def test_a_live_model_takes_stock_names() -> None:
 # --- modules that do not fit ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "relu"])
-def test_another_activation_is_left_alone(activation: str) -> None:
+@pytest.mark.parametrize(
+    ("activation", "said"),
+    [
+        ("gelu_pytorch_tanh", "its activation is gelu_tanh, not silu"),
+        ("relu", r"its forward is not down\(act\(gate\) \* up\) with silu or gelu_tanh"),
+    ],
+)
+def test_another_activation_is_left_alone(activation: str, said: str) -> None:
     """Packing alone would change names and gain nothing."""
     model = tiny_model("llama", hidden_act=activation)
     twin = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match=r"nothing is patched.*its forward is not down\(silu\(gate\) \* up\)"):
+    with pytest.warns(UserWarning, match=f"nothing is patched.*{said}"):
         apply_kernel("cpu_fused_swiglu", model=model)
     _check_unchanged(model, twin)
+
+
+def test_a_kernel_for_another_activation_leaves_a_patched_module_as_it_is() -> None:
+    model = tiny_model("llama")
+    apply_kernel("cpu_fused_swiglu", model=model)
+    before = model.kconvert_report.to_dict()
+    with pytest.warns(UserWarning, match="nothing is patched; e.g. model.layers.0.mlp is not for the kernel"):
+        apply_kernel("cpu_fused_geglu", model=model)
+    assert model.kconvert_report.to_dict() == before
 
 
 def test_bias() -> None:
@@ -464,7 +489,7 @@ def test_gemma_norms_and_activation() -> None:
                 parameter.normal_(std=0.25)
     expected = _logits(model)
     apply_default_kernels(model, "auto")
-    assert _counts(model) == {"cpu_fused_rmsnorm": 5}  # Gemma's MLP is no SwiGLU
+    assert _counts(model) == {"cpu_fused_geglu": 2, "cpu_fused_qkv": 2, "cpu_fused_rmsnorm": 5}  # and no swiglu
     norm = model.model.norm
     assert (norm.variant.offset, norm.variant.cast_first) == (1.0, False)
     torch.testing.assert_close(_logits(model), expected, rtol=1e-5, atol=1e-5)
@@ -480,13 +505,18 @@ def test_a_gated_norm_is_left_alone() -> None:
     assert torch.equal(model.get_submodule("gated")(hidden, gate), expected)
 
 
-def test_an_mlp_that_is_packed_already_is_left_alone() -> None:
-    config = Phi3Config(**SMALL, max_position_embeddings=64, original_max_position_embeddings=64)
-    model: Any = AutoModelForCausalLM.from_config(config).eval()
-    twin = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match="nothing is patched"):
-        apply_kernel("cpu_fused_swiglu", model=model)
-    _check_unchanged(model, twin)
+def test_an_mlp_that_is_packed_already_keeps_its_parameters() -> None:
+    model = tiny_model("phi3")
+    twin, before, expected = copy.deepcopy(model), dict(model.named_parameters()), _logits(model)
+    apply_kernel("cpu_fused_swiglu", model=model)
+    assert _counts(model) == {"cpu_fused_swiglu": 2}
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    assert list(model.state_dict()) == list(twin.state_dict())
+    with pytest.raises(AttributeError, match="'Phi3MLP' object has no attribute 'gate_proj'"):
+        model.model.layers[0].mlp.gate_proj  # noqa: B018
+    torch.testing.assert_close(_logits(model), expected, rtol=0, atol=1e-5)
 
 
 def test_a_stateful_forward_is_left_alone() -> None:
@@ -495,7 +525,7 @@ def test_a_stateful_forward_is_left_alone() -> None:
             return super().forward(x) + torch.rand(())
 
     model = _Holder(noisy=Noisy())
-    with pytest.warns(UserWarning, match="does not reproduce bit for bit"):
+    with pytest.warns(UserWarning, match="nothing is patched.*noisy is not for the kernel"):
         apply_kernel("cpu_fused_swiglu", model=model)
     assert not _patched(model)
     assert set(model.state_dict()) == {f"noisy.{name}_proj.weight" for name in ("gate", "up", "down")}

@@ -20,7 +20,7 @@ from kconvert.errors import UsageError
 from kconvert.kernels import apply_default_kernels, apply_kernel
 from kconvert.kernels.layout import is_patched
 from kconvert.kernels.model import ConvertedModel
-from kconvert.kernels.ops.gated_mlp.layout import GatedMLPLayout, prove_swiglu
+from kconvert.kernels.ops.gated_mlp.layout import GatedMLPLayout, prove_activation
 from tests.support import tiny_config, tiny_model
 
 LlamaMLP: Any = modeling_llama.LlamaMLP
@@ -179,15 +179,15 @@ def test_the_proof_leaves_training_flags_alone(training: bool, p: float) -> None
     packed: Any = GatedMLPLayout.patch([module])
     before = {name: each.training for name, each in packed.named_modules()}
     assert set(before.values()) == {True, False}
-    why = prove_swiglu(packed)
-    assert why == (None if p == 0.0 else "its forward is not down(silu(gate) * up)")
+    why = prove_activation(packed, "silu")
+    assert why == (None if p == 0.0 else "its forward is not down(act(gate) * up) with silu or gelu_tanh")
     assert {name: each.training for name, each in packed.named_modules()} == before
 
 
 def test_the_proof_leaves_the_random_state_alone() -> None:
     packed: Any = GatedMLPLayout.patch([Dropping(tiny_config("llama"))])
     before = torch.get_rng_state()
-    assert prove_swiglu(packed) is not None
+    assert prove_activation(packed, "silu") is not None
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -39,7 +39,7 @@ from tests.support import tiny_model
 BUILT_IN = {
     f"{device}_fused_{name}": DeviceType(device)
     for device in ("cpu", "cuda", "npu")
-    for name in ("rmsnorm", "swiglu", "rmsnorm_swiglu")
+    for name in ("rmsnorm", "swiglu", "geglu", "qkv", "rmsnorm_swiglu")
 }
 
 
@@ -238,7 +238,8 @@ def test_check_deps_that_raises_is_a_reason(error: Exception) -> None:
         apply_kernel("test_kernel", model=model)
     kernel.default = True
     apply_default_kernels(model, "auto")
-    assert set(model.kconvert_report.to_dict()["kernels"]) == {"cpu_fused_rmsnorm", "cpu_fused_swiglu"}
+    found = set(model.kconvert_report.to_dict()["kernels"])
+    assert found == {"cpu_fused_rmsnorm", "cpu_fused_qkv", "cpu_fused_swiglu"}
 
 
 # --- scanning ---------------------------------------------------------------------------------------

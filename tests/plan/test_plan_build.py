@@ -20,6 +20,9 @@ from tests.support import RawTensor, qwen3_config, qwen3_tensors, write_checkpoi
 HEAD = "recipe: 1\nname: test\nmodel_type: [qwen3]\npatches:\n"
 MLP = HEAD + '  - kernel: cpu_fused_swiglu\n    replace: {class: Qwen3MLP, path: "model.layers.*.mlp"}\n'
 NORM = HEAD + '  - kernel: cpu_fused_rmsnorm\n    replace: {class: Qwen3RMSNorm, path: "model.norm"}\n'
+QKV = HEAD + '  - kernel: cpu_fused_qkv\n    replace: {class: Qwen3Attention, path: "model.layers.*.self_attn"}\n'
+Q_NORM = '  - kernel: cpu_fused_rmsnorm\n    replace: {class: Qwen3RMSNorm, path: "model.layers.*.self_attn.q_norm"}\n'
+ATTENTION = "model.layers.1.self_attn"
 GATE, UP = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
 PACKED = "model.layers.1.mlp.gate_up_proj.weight"
 
@@ -231,3 +234,105 @@ def test_near_misses_come_from_the_checkpoints_own_names(tmp_path: Path) -> None
         plan(tmp_path)
     assert str(caught.value).startswith("r.yaml:6: path pattern 'model.layers.*.mlp' matches no module; did you mean ")
     assert "language_model.layers.*.mlp" in str(caught.value)
+
+
+# --- attention, and what is stored packed already -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [QKV, QKV + Q_NORM, HEAD + Q_NORM + QKV.removeprefix(HEAD)])
+def test_q_k_and_v_are_joined_and_the_rest_of_the_module_is_not_touched(tmp_path: Path, recipe: str) -> None:
+    tensors = qwen3_tensors()
+    write_checkpoint(tmp_path, tensors, qwen3_config())
+    steps = plan(tmp_path, recipe).by_target()
+    step = steps[f"{ATTENTION}.qkv_proj.weight"]
+    assert (step.op, step.axis, step.shape) == ("concatenate", 0, (32, 8))
+    assert [(part.source, part.rows) for part in step.parts] == [
+        (f"{ATTENTION}.q_proj.weight", 16),
+        (f"{ATTENTION}.k_proj.weight", 8),
+        (f"{ATTENTION}.v_proj.weight", 8),
+    ]
+    content = (tmp_path / "model.safetensors").read_bytes()
+    found = b"".join(content[part.offset : part.offset + part.size_bytes] for part in step.parts)
+    assert found == torch.cat([tensors[f"{ATTENTION}.{name}_proj.weight"] for name in "qkv"]).numpy().tobytes()
+    for name in ("o_proj", "q_norm", "k_norm"):
+        other = steps[f"{ATTENTION}.{name}.weight"]
+        assert [part.source for part in other.parts] == [other.target]
+        assert (other.entry is None) == (name != "q_norm" or Q_NORM not in recipe)
+    assert len(steps) == len(tensors) - 4
+
+
+@pytest.mark.parametrize("missing", ["q_proj", "k_proj", "v_proj"])
+def test_a_missing_projection(tmp_path: Path, missing: str) -> None:
+    tensors = qwen3_tensors()
+    del tensors[f"{ATTENTION}.{missing}.weight"]
+    write_checkpoint(tmp_path, tensors, qwen3_config())
+    text = expect_refused(tmp_path, QKV)
+    assert f"'{ATTENTION}.qkv_proj.weight' needs '{ATTENTION}.{missing}.weight'" in text
+
+
+@pytest.mark.parametrize("biased", [("q",), ("q", "v"), ("k",)])
+def test_a_bias_that_some_projections_lack(tmp_path: Path, biased: tuple[str, ...]) -> None:
+    biases = {f"{ATTENTION}.{name}_proj.bias": torch.zeros(16 if name == "q" else 8) for name in biased}
+    write_checkpoint(tmp_path, {**qwen3_tensors(), **biases}, qwen3_config())
+    assert f"'{ATTENTION}.qkv_proj.bias' needs '{ATTENTION}." in expect_refused(tmp_path, QKV)
+
+
+@pytest.mark.parametrize("name", ["q_proj.weight_scale_inv", "k_proj.lora_A.weight", "v_proj.inner.weight"])
+def test_a_tensor_below_a_projection_has_no_place(tmp_path: Path, name: str) -> None:
+    write_checkpoint(tmp_path, {**qwen3_tensors(), f"{ATTENTION}.{name}": torch.ones(1)}, qwen3_config())
+    assert f"layout 'qkv_proj' of '{ATTENTION}' has no place for '{ATTENTION}.{name}'" in expect_refused(tmp_path, QKV)
+
+
+@pytest.mark.parametrize("name", ["sinks", "rotary_emb.inv_freq", "q_proj_norm.weight", "g_proj.weight", "o_proj.bias"])
+def test_a_tensor_beside_the_projections_passes_through(tmp_path: Path, name: str) -> None:
+    write_checkpoint(tmp_path, {**qwen3_tensors(), f"{ATTENTION}.{name}": torch.ones(1)}, qwen3_config())
+    step = plan(tmp_path, QKV).by_target()[f"{ATTENTION}.{name}"]
+    assert (step.op, step.entry) == ("copy", None)
+
+
+def test_projections_of_different_inputs_do_not_join(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {**qwen3_tensors(), f"{ATTENTION}.k_proj.weight": torch.zeros(8, 4)}, qwen3_config())
+    assert f"'{ATTENTION}.qkv_proj.weight' cannot be made of" in expect_refused(tmp_path, QKV)
+
+
+def packed_tensors(*names: str) -> dict[str, torch.Tensor]:
+    """`qwen3_tensors` with groups stored joined, as Phi-3 has them."""
+    groups = {
+        "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+        "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    }
+    tensors = qwen3_tensors()
+    for layer in range(2):
+        for name in names:
+            parts = [tensors.pop(f"model.layers.{layer}.{part}.weight") for part in groups[name]]
+            tensors[f"model.layers.{layer}.{name}.weight"] = torch.cat(parts)
+    return tensors
+
+
+def test_gate_and_up_that_are_stored_joined_pass_through(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, packed_tensors("mlp.gate_up_proj"), qwen3_config())
+    made = plan(tmp_path)
+    step = made.by_target()[PACKED]
+    assert (step.op, step.entry, step.shape, [part.source for part in step.parts]) == ("rename", 0, (24, 8), [PACKED])
+    assert made.bytes_transformed == 0
+
+
+@pytest.mark.parametrize("both", [(GATE,), (UP,), (GATE, UP)])
+def test_a_group_that_is_stored_both_ways_is_refused(tmp_path: Path, both: tuple[str, ...]) -> None:
+    tensors = {**packed_tensors("mlp.gate_up_proj"), **{name: qwen3_tensors()[name] for name in both}}
+    write_checkpoint(tmp_path, tensors, qwen3_config())
+    text = expect_refused(tmp_path)
+    assert PACKED in text
+    assert len(both) == 2 or f"needs {({GATE, UP} - set(both)).pop()!r}" in text
+
+
+def test_q_k_and_v_that_are_stored_joined_are_left_to_the_model(tmp_path: Path) -> None:
+    """Their order is the model's own: Phi-3 has q, k, v, CodeGen has q, v, k by shards."""
+    write_checkpoint(tmp_path, packed_tensors("self_attn.qkv_proj"), qwen3_config())
+    with pytest.raises(RecipeError) as caught:
+        plan(tmp_path, QKV)
+    assert caught.value.where == "r.yaml:5"
+    assert "is stored packed, in an order of its model's own, which layout 'qkv_proj' does not take" in str(
+        caught.value
+    )
+    assert all(step.op in ("copy", "rename") for step in plan(tmp_path, NORM).steps)

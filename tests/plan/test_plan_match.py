@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ CLASSES = {
 }
 
 
-def entry(number: int, *pairs: tuple[str, str]) -> Entry:
+def entry(number: int, *pairs: tuple[str, str], takes: Collection[str] = ()) -> Entry:
     return Entry(
         number=number,
         where=f"r.yaml:{10 * number + 5}",
@@ -30,6 +31,7 @@ def entry(number: int, *pairs: tuple[str, str]) -> Entry:
         layout=LayoutRecord("test", 1),
         changes_parameters=True,
         bind=lambda paths, names: (),
+        takes=frozenset(takes),
     )
 
 
@@ -144,3 +146,66 @@ def test_traces_hold_every_pattern_with_what_it_matched() -> None:
         ("Norm", "model.layers.{1,2}.norm", ("model.layers.1.norm", "model.layers.2.norm")),
         ("MLP", "model.layers.{1-2}.mlp", ("model.layers.1.mlp", "model.layers.2.mlp")),
     ]
+
+
+# --- layouts that take named children -----------------------------------------------------------------
+
+ATTENTION = [
+    f"layers.{number}{rest}" for number in range(2) for rest in ("", ".attn", ".attn.q", ".attn.q.lora", ".attn.norm")
+]
+QKV = ("q", "k", "v", "qkv")
+
+
+def attention(number: int, path: str = "layers.*.attn", takes: Collection[str] = QKV) -> Entry:
+    return entry(number, ("X", path), takes=takes)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_a_layout_does_not_take_belongs_to_another_entry(order: tuple[int, int]) -> None:
+    entries = [attention(0), entry(1, ("X", "layers.*.attn.norm"))]
+    entries = [replace(entries[place], number=number) for number, place in enumerate(order)]
+    found = claims(*entries, paths=ATTENTION, classes=None)
+    check_conflicts(entries, found)
+    assert sorted(claim.paths[0] for claim in found) == [
+        "layers.0.attn",
+        "layers.0.attn.norm",
+        "layers.1.attn",
+        "layers.1.attn.norm",
+    ]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("path", "takes", "disputed"),
+    [
+        ("layers.*.attn", QKV, "layers.0.attn"),  # the same kernel twice
+        ("layers.{1}.attn", ("norm",), "layers.1.attn"),  # two layouts on one module would both change its class
+        ("layers.*.attn", (), "layers.0.attn"),  # a package on the same module
+        ("layers.*.attn.q", (), "layers.0.attn.q"),  # a projection by itself
+        ("layers.*.attn.q.lora", (), "layers.0.attn.q.lora"),  # and what is below it
+        ("layers.{1}", (), "layers.1.attn"),  # a package above
+        ("layers.{1}", ("attn",), "layers.1.attn"),
+    ],
+)
+def test_what_a_layout_takes_belongs_to_no_other_entry(
+    path: str, takes: tuple[str, ...], disputed: str, order: tuple[int, int]
+) -> None:
+    both = [attention(0), attention(1, path, takes)]
+    entries = [replace(both[place], number=number) for number, place in enumerate(order)]
+    error = expect_refused(*entries, paths=ATTENTION, classes=None)
+    assert error.what.startswith(f"{disputed!r} is already taken by the entry at ")
+    assert {str(error.where), error.what.rpartition(" ")[2]} == {"r.yaml:5", "r.yaml:15"}
+
+
+def test_a_layout_above_that_takes_another_child() -> None:
+    entries = [attention(0), attention(1, "layers.*", ("mlp",))]
+    found = claims(*entries, paths=ATTENTION, classes=None)
+    check_conflicts(entries, found)
+    assert len(found) == 4
+
+
+def test_the_nearest_name_is_no_name() -> None:
+    """`q` is not `q_norm`."""
+    paths = ["attn", "attn.q", "attn.q_norm", "attn.qkv2"]
+    entries = [attention(0, "attn"), entry(1, ("X", "attn.q_norm")), entry(2, ("X", "attn.qkv2"))]
+    check_conflicts(entries, claims(*entries, paths=paths, classes=None))

@@ -150,7 +150,7 @@ def test_one_job_patches_one_model(qwen3: Pair) -> None:
     with patching(PatchJob(manifest, patches)):
         first, second = cls(config), cls(config)
     third = cls(config)
-    assert [sum(map(is_patched, model.modules())) for model in (first, second, third)] == [11, 0, 0]
+    assert [sum(map(is_patched, model.modules())) for model in (first, second, third)] == [13, 0, 0]
 
 
 def test_two_recipes_side_by_side(qwen3: Pair, fused: Pair) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
 from kconvert.kernels.layout import is_patched
+from kconvert.runtime import load_converted
 from tests.runtime.conftest import MakePair
 from tests.runtime.pairs import IDS, Pair, logits
+from tests.support import convert, save_tiny, write_recipe
 
 RECIPES = ["qwen3", "qwen3-fused-norm-mlp", "llama"]
 
@@ -59,6 +63,10 @@ def test_packed_shapes_are_of_heads_that_differ_from_hidden(pair: Pair) -> None:
     assert mlp.gate_up_proj.out_features == 2 * config.intermediate_size
     gate, up = stock.model.layers[0].mlp.gate_proj.weight, stock.model.layers[0].mlp.up_proj.weight
     assert torch.equal(mlp.gate_up_proj.weight, torch.cat([gate, up]))
+    ours, theirs = model.model.layers[0].self_attn, stock.model.layers[0].self_attn
+    assert ours.kconvert_rows == {"qkv_proj": (64, 32, 32)}
+    parts = [theirs.q_proj.weight, theirs.k_proj.weight, theirs.v_proj.weight]
+    assert torch.equal(ours.qkv_proj.weight, torch.cat(parts))
 
 
 def test_eps_is_that_of_the_config_per_instance(pair: Pair) -> None:
@@ -85,8 +93,9 @@ def test_greedy_generation_is_the_same(pair: Pair) -> None:
 )
 def test_other_generation_is_the_same(pair: Pair, settings: dict[str, Any]) -> None:
     common: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    ours, stock = pair.load(kernels="reference"), pair.stock()
-    assert torch.equal(ours.generate(IDS, **common, **settings), stock.generate(IDS, **common, **settings))
+    expected = pair.stock().generate(IDS, **common, **settings)
+    for kernels in ("reference", "auto"):
+        assert torch.equal(pair.load(kernels=kernels).generate(IDS, **common, **settings), expected)
 
 
 def test_assisted_generation_is_the_same(qwen3: Pair) -> None:
@@ -128,7 +137,7 @@ def test_gradients_are_those_of_stock(pair: Pair, checkpointing: bool, kernels: 
         compared.update(name for name, _ in packing.parts)
     for name in theirs.keys() - compared:
         torch.testing.assert_close(ours.get_parameter(name).grad, theirs[name], rtol=1e-4, atol=1e-6)
-    assert any("gate_proj" in name for name in compared)
+    assert {name.split(".")[-2] for name in compared} >= {"gate_proj", "up_proj", "q_proj", "k_proj", "v_proj"}
 
 
 def test_checkpointing_recomputes_the_packed_modules(qwen3: Pair) -> None:
@@ -218,3 +227,34 @@ def test_a_copy_takes_stock_names_for_itself(pair: Pair) -> None:
     stock.load_state_dict({name: 0.5 * tensor for name, tensor in stock.state_dict().items()})
     torch.testing.assert_close(logits(twin), logits(stock), rtol=0, atol=1e-5)
     assert torch.equal(logits(model), before)
+
+
+def test_the_attention_of_a_vision_tower(tmp_path: Path) -> None:
+    """Its initialiser fills `q_proj` and the like while loading; the rows that were read must stay."""
+    source = save_tiny(tmp_path / "source", "gemma3")
+    entry = '  - kernel: cpu_fused_qkv\n    replace: {class: SiglipAttention, path: "model.vision_tower.encoder.layers.*.self_attn"}\n'
+    recipe = write_recipe(tmp_path / "r.yaml", entry, model_type="gemma3")
+    output = convert(recipe, source, tmp_path / "out").output
+    stock = AutoModelForImageTextToText.from_pretrained(source)
+    pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[2, 61, 60, 60, 60, 60, 62, 9, 3]])
+    with torch.no_grad():
+        expected = stock(input_ids=ids, pixel_values=pixels).logits
+        assert not torch.equal(expected, stock(input_ids=ids, pixel_values=pixels + 1).logits)
+        for kernels in ("reference", "auto"):
+            model = load_converted(output, kernels=kernels)
+            assert model.model.vision_tower.encoder.layers[0].self_attn.qkv_proj.weight.shape == (48, 16)
+            found = model(input_ids=ids, pixel_values=pixels).logits
+            assert torch.equal(found, expected) or kernels == "auto"
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert [item.kernel for item in model.kconvert_report.modules] == ["cpu_fused_qkv"]
+
+
+def test_hooks_on_the_packed_projections_fire(pair: Pair) -> None:
+    model, calls = pair.load(), list[str]()
+    for path, module in model.named_modules():
+        if path.endswith(("qkv_proj", "gate_up_proj")):
+            module.register_forward_hook(lambda *_, path=path: calls.append(path.rpartition(".")[2]))
+    expected = logits(pair.stock())
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
+    assert calls == ["qkv_proj", "gate_up_proj"] * 2

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
+from kconvert.kernels.assign import layout_kernels, load_layout
 from kconvert.kernels.dispatch import Dispatch
 from kconvert.kernels.layout import Layout, is_patched, patched_class
 from kconvert.kernels.registry import Registry
@@ -15,9 +16,9 @@ from kconvert.kernels.select import ANY_DEVICE, Candidate, Mode, select
 from tests.runtime.pairs import IDS, Pair, logits
 
 COUNTS = {
-    "qwen3": {"cpu_fused_rmsnorm": 9, "cpu_fused_swiglu": 2},
-    "qwen3-fused-norm-mlp": {"cpu_fused_rmsnorm": 7, "cpu_fused_rmsnorm_swiglu": 2},
-    "llama": {"cpu_fused_rmsnorm": 5, "cpu_fused_swiglu": 2},
+    "qwen3": {"cpu_fused_qkv": 2, "cpu_fused_rmsnorm": 9, "cpu_fused_swiglu": 2},
+    "qwen3-fused-norm-mlp": {"cpu_fused_qkv": 2, "cpu_fused_rmsnorm": 7, "cpu_fused_rmsnorm_swiglu": 2},
+    "llama": {"cpu_fused_qkv": 2, "cpu_fused_rmsnorm": 5, "cpu_fused_swiglu": 2},
 }
 
 
@@ -56,13 +57,23 @@ def test_the_report_names_every_patched_module(pair: Pair) -> None:
     assert classes == {"LlamaRMSNorm" if pair.recipe == "llama" else "Qwen3RMSNorm"}
 
 
+def defaults(layout: str) -> list[str]:
+    """The kernels of a layout that stand in where the recipe's cannot run."""
+    found = layout_kernels(cast("type[Layout]", load_layout(layout)))
+    return [kernel_id for kernel_id, kernel in found.items() if kernel.default]
+
+
 def test_the_trace_has_every_candidate_with_its_reason(pair: Pair) -> None:
     model = pair.load()
     by_path = {paths[0]: patch for patch in model.kconvert_origin.manifest.patches for paths in patch.modules}
     for module in model.kconvert_report.to_dict()["modules"]:
         trace = module["trace"]
-        assert [item["kernel"] for item in trace] == list(by_path[module["path"]].kernels)
-        assert {item["origin"] for item in trace} == {"recipe"}
+        named = list(by_path[module["path"]].kernels)
+        others = [name for name in defaults(module["layout"]) if name not in named]
+        assert [(item["kernel"], item["origin"]) for item in trace] == [
+            *((name, "recipe") for name in named),
+            *((name, "default") for name in others),
+        ]
         accepted = [item for item in trace if item["accepted"]]
         assert [item["kernel"] for item in accepted] == [module["kernel"]]
         assert accepted[0]["reason"] == "chosen"
@@ -70,6 +81,8 @@ def test_the_trace_has_every_candidate_with_its_reason(pair: Pair) -> None:
             device = item["kernel"].partition("_")[0]
             if device != "cpu":
                 assert item["reason"] == f"runs on {device}, the input is on cpu"
+            elif not item["accepted"]:
+                assert (item["kernel"], item["reason"]) == ("cpu_fused_geglu", "its activation is silu, not gelu_tanh")
 
 
 def test_the_trace_is_what_select_decides(pair: Pair) -> None:
@@ -79,7 +92,14 @@ def test_the_trace_is_what_select_decides(pair: Pair) -> None:
             Candidate(item.kernel_id, Registry.catalog()[item.kernel_id].device().value, item.origin)
             for item in module.selection.trace
         ]
-        again = select(candidates, device="cpu", dtype="float32", mode=Mode.INFERENCE, unavailable={}, unsupported={})
+        again = select(
+            candidates,
+            device="cpu",
+            dtype="float32",
+            mode=Mode.INFERENCE,
+            unavailable={},
+            unsupported={"cpu_fused_geglu": "its activation is silu, not gelu_tanh"},
+        )
         assert again == module.selection
 
 
@@ -104,7 +124,7 @@ def test_the_table_fits_a_terminal(pair: Pair) -> None:
 def test_the_report_of_every_reference(qwen3: Pair) -> None:
     text = str(qwen3.load(kernels="reference").kconvert_report)
     assert "not used:" not in text
-    assert text.count("reference") == 6
+    assert text.count("reference") == 7  # five kinds of norm, attention, MLP
 
 
 def test_the_report_follows_the_model(pair: Pair) -> None:

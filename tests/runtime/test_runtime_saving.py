@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from kconvert.names import is_own_name
 from kconvert.runtime import load_converted
 from tests.runtime.conftest import MakePair
 from tests.runtime.pairs import IDS, Pair, logits
-from tests.support import convert, qwen3_config, qwen3_tensors, write_checkpoint
+from tests.support import convert, qwen3_config, qwen3_tensors, read_raw, save_tiny, write_checkpoint
 
 
 def saved_tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -316,13 +318,15 @@ def write_adapter(directory: Path, module: str) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", ["gate_proj", "up_proj"])
+@pytest.mark.parametrize(
+    "name", ["mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+)
 def test_an_adapter_on_packed_projections_is_refused(pair: Pair, tmp_path: Path, name: str) -> None:
     """B12: it would load without its parts and without a word."""
-    adapter = write_adapter(tmp_path / "adapter", f"model.layers.0.mlp.{name}")
-    with pytest.raises(UsageError, match=rf"layers\.0\.mlp\.{name}.*packed into.*merge the adapter"):
+    adapter = write_adapter(tmp_path / "adapter", f"model.layers.0.{name}")
+    with pytest.raises(UsageError, match=rf"layers\.0\.{re.escape(name)}.*packed into.*merge the adapter"):
         pair.load().load_adapter(str(adapter))
-    with pytest.raises(UsageError, match=name):
+    with pytest.raises(UsageError, match=re.escape(name)):
         pair.load().load_adapter(adapter)
 
 
@@ -339,3 +343,15 @@ def test_an_adapter_on_other_projections_passes(pair: Pair, tmp_path: Path) -> N
 def test_an_adapter_that_cannot_be_looked_at_is_refused(qwen3: Pair, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no adapter_model\.safetensors"):
         qwen3.load().load_adapter(str(tmp_path))
+
+
+def test_saving_gives_the_names_of_the_source_back(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source", "gemma3")
+    files = read_raw(source)
+    assert "language_model.model.norm.weight" in files, "these are to be other names than the model's own"
+    model = load_converted(convert("gemma3-vision", source, tmp_path / "converted").output)
+    copy.deepcopy(model).save_pretrained(tmp_path / "saved")
+    assert read_raw(tmp_path / "saved") == files
+    model.save_pretrained(tmp_path / "packed", variant="kconvert")
+    load_converted(tmp_path / "packed").save_pretrained(tmp_path / "again")
+    assert read_raw(tmp_path / "again") == files

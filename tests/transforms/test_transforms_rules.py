@@ -55,7 +55,12 @@ def test_changes_parameters(rules: tuple[Rule, ...], members: tuple[str, ...], c
 def test_nested_moves_targets_and_members_and_nothing_else() -> None:
     (made,) = nested([concatenate(["a.bias", "b.bias"], "c.bias", optional=True)], member=1, into="mlp")
     assert made == Rule(
-        Op.CONCATENATE, (MemberTensor(1, "a.bias"), MemberTensor(1, "b.bias")), "mlp.c.bias", 0, optional=True
+        Op.CONCATENATE,
+        (MemberTensor(1, "a.bias"), MemberTensor(1, "b.bias")),
+        "mlp.c.bias",
+        0,
+        optional=True,
+        packed=MemberTensor(1, "c.bias"),
     )
 
 

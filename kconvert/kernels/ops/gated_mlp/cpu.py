@@ -2,43 +2,67 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from kconvert.kernels.base import DeviceType, LayoutKernel
-from kconvert.kernels.ops.gated_mlp.layout import GatedMLPLayout, prove_swiglu
+from kconvert.kernels.ops.gated_mlp.layout import ACTIVATIONS, GatedMLPLayout, prove_activation
 from kconvert.kernels.registry import register_kernel
 
-__all__ = ["CpuFusedSwiGLU", "swiglu_cpu"]
+__all__ = ["CpuFusedGeGLU", "CpuFusedSwiGLU", "gated_product_cpu"]
 
 
-def swiglu_cpu(packed: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of `[..., 2 * n]`, gate first, as `[..., n]`, with one temporary where no gradient is needed."""
+def gated_product_cpu(packed: torch.Tensor, activation: str) -> torch.Tensor:
+    """`act(gate) * up` of `[..., 2 * n]`, gate first, as `[..., n]`, with one temporary where no gradient is needed."""
     gate, up = packed.chunk(2, dim=-1)
+    activated = ACTIVATIONS[activation](gate)
     if packed.requires_grad:
-        return F.silu(gate) * up
+        return activated * up
     # not in place in `gate`: half rows are not contiguous, and the next GEMM would have to copy them
-    return F.silu(gate).mul_(up)
+    return activated.mul_(up)
+
+
+class _CpuGatedMLP(LayoutKernel):
+    """The packed projection, the gated product, and the down projection."""
+
+    _device = DeviceType.CPU
+    layout = GatedMLPLayout
+    activation: ClassVar[str]
+
+    @classmethod
+    def supports(cls, module: nn.Module) -> str | None:
+        """Only where the stock forward is proven to be `down(act(gate) * up)` with this activation."""
+        return prove_activation(cast("GatedMLPLayout", module), cls.activation)
+
+
+def _run(module: nn.Module, hidden_states: torch.Tensor, activation: str) -> torch.Tensor:
+    mlp = cast("GatedMLPLayout", module)
+    return cast("torch.Tensor", mlp.down_proj(gated_product_cpu(mlp.gate_up_proj(hidden_states), activation)))
 
 
 @register_kernel
-class CpuFusedSwiGLU(LayoutKernel):
-    """The packed projection, silu and product, and the down projection."""
+class CpuFusedSwiGLU(_CpuGatedMLP):
+    """The gated MLP with silu (SwiGLU)."""
 
     _kernel_id = "cpu_fused_swiglu"
-    _device = DeviceType.CPU
-    layout = GatedMLPLayout
+    activation = "silu"
 
     @staticmethod
     def forward(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         """`hidden_states` `[..., hidden]` to the same shape."""
-        mlp = cast("GatedMLPLayout", module)
-        return cast("torch.Tensor", mlp.down_proj(swiglu_cpu(mlp.gate_up_proj(hidden_states))))
+        return _run(module, hidden_states, "silu")
 
-    @classmethod
-    def supports(cls, module: nn.Module) -> str | None:
-        """Only where the stock forward is proven to be `down(silu(gate) * up)`."""
-        return prove_swiglu(cast("GatedMLPLayout", module))
+
+@register_kernel
+class CpuFusedGeGLU(_CpuGatedMLP):
+    """The gated MLP with gelu in its tanh form (GeGLU), as Gemma has it."""
+
+    _kernel_id = "cpu_fused_geglu"
+    activation = "gelu_tanh"
+
+    @staticmethod
+    def forward(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`hidden_states` `[..., hidden]` to the same shape."""
+        return _run(module, hidden_states, "gelu_tanh")

@@ -1,10 +1,10 @@
-"""Packed gated MLP on Ascend NPU: the ID, so that recipes can name it; the device code is still to come."""
+"""Packed gated MLP on Ascend NPU: the IDs, so that recipes can name them; the device code is still to come."""
 
 from kconvert.kernels.base import DeviceType, LayoutKernel
 from kconvert.kernels.ops.gated_mlp.layout import GatedMLPLayout
 from kconvert.kernels.registry import register_kernel
 
-__all__ = ["NpuFusedSwiGLU"]
+__all__ = ["NpuFusedGeGLU", "NpuFusedSwiGLU"]
 
 
 @register_kernel
@@ -12,5 +12,14 @@ class NpuFusedSwiGLU(LayoutKernel):
     """silu(gate) * up in one Ascend NPU kernel on the packed projection."""
 
     _kernel_id = "npu_fused_swiglu"
+    _device = DeviceType.NPU
+    layout = GatedMLPLayout
+
+
+@register_kernel
+class NpuFusedGeGLU(LayoutKernel):
+    """gelu_tanh(gate) * up in one Ascend NPU kernel on the packed projection."""
+
+    _kernel_id = "npu_fused_geglu"
     _device = DeviceType.NPU
     layout = GatedMLPLayout

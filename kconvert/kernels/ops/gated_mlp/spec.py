@@ -7,8 +7,8 @@ SPEC = LayoutSpec(
     version=1,
     members=("mlp",),
     rules=(
-        concatenate(["gate_proj.weight", "up_proj.weight"], "gate_up_proj.weight"),
-        concatenate(["gate_proj.bias", "up_proj.bias"], "gate_up_proj.bias", optional=True),
+        concatenate(["gate_proj.weight", "up_proj.weight"], "gate_up_proj.weight", takes_packed=True),
+        concatenate(["gate_proj.bias", "up_proj.bias"], "gate_up_proj.bias", optional=True, takes_packed=True),
         rename("down_proj.weight"),
         rename("down_proj.bias", optional=True),
     ),
@@ -16,7 +16,10 @@ SPEC = LayoutSpec(
         KernelEntry("cuda_fused_swiglu", "cuda"),
         KernelEntry("npu_fused_swiglu", "npu"),
         KernelEntry("cpu_fused_swiglu", "cpu"),
+        KernelEntry("cuda_fused_geglu", "cuda"),
+        KernelEntry("npu_fused_geglu", "npu"),
+        KernelEntry("cpu_fused_geglu", "cpu"),
     ),
     module="kconvert.kernels.ops.gated_mlp.layout:GatedMLPLayout",
-    summary="silu(gate) * up from one packed gate_up_proj",
+    summary="act(gate) * up from one packed gate_up_proj; act is silu (swiglu) or gelu_tanh (geglu)",
 )

@@ -1,0 +1,32 @@
+"""Packed attention projections on the CPU: one GEMM, then the stock forward's own attention."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import nn
+
+from kconvert.kernels.base import DeviceType, LayoutKernel
+from kconvert.kernels.ops.qkv_proj.layout import QKVProjLayout
+from kconvert.kernels.registry import register_kernel
+
+__all__ = ["CpuFusedQKV"]
+
+
+@register_kernel
+class CpuFusedQKV(LayoutKernel):
+    """The stock forward with q, k and v from one projection."""
+
+    _kernel_id = "cpu_fused_qkv"
+    _device = DeviceType.CPU
+    layout = QKVProjLayout
+
+    @staticmethod
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What the stock forward takes and gives; hidden states are `[batch, tokens, hidden]`."""
+        return cast("Any", type(module)).kconvert_joined_forward(module, *args, **kwargs)
+
+    @classmethod
+    def supports(cls, module: nn.Module) -> str | None:
+        """Only where the stock forward could be rewritten to project once."""
+        return cast("type[QKVProjLayout]", type(module)).kconvert_not_joined

@@ -1,0 +1,44 @@
+"""Attention with q, k and v in one projection: `qkv_proj`, q rows first, then k, then v.
+
+    q, k, v = split( qkv(x) )
+
+Whatever the attention class does with them is its own: norms, rotary embedding, caches, masks, and `o_proj`.
+The three parts may have any number of rows, so grouped and multi-query attention are the same case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import nn
+
+from kconvert.kernels.joined_calls import NotJoinableError, join_calls
+from kconvert.kernels.ops.qkv_proj.spec import SPEC
+from kconvert.kernels.packed_linear import PackedLinearLayout
+
+__all__ = ["QKVProjLayout"]
+
+
+class QKVProjLayout(PackedLinearLayout):
+    """`qkv_proj.weight` `[q + k + v rows, hidden]`, `qkv_proj.bias` `[q + k + v rows]` where the parts have one.
+
+    Class attributes of a patched class:
+        kconvert_joined_forward: the stock forward with one projection, None where it cannot be rewritten.
+        kconvert_not_joined: why not.
+    """
+
+    spec = SPEC
+    takes_one_tensor = False
+    qkv_proj: nn.Linear
+    kconvert_joined_forward: ClassVar[Callable[..., Any] | None] = None
+    kconvert_not_joined: ClassVar[str | None] = None
+
+    @classmethod
+    def class_members(cls, stock: type[nn.Module]) -> dict[str, Any]:
+        """The rewritten forward, made once per class."""
+        ((packed, parts),) = cls.kconvert_joined.items()
+        try:
+            return {"kconvert_joined_forward": join_calls(stock, packed, parts)}
+        except NotJoinableError as error:
+            return {"kconvert_not_joined": str(error)}
