@@ -1,11 +1,12 @@
 """safetensors checkpoints on disk: headers, indexes, the files of a model directory and what lies beside them.
 
-Reads headers and JSON only, never tensor data, and imports neither torch nor transformers.
+Reads headers and JSON only, and tensor data only to compare two tensors; imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-from kconvert.checkpoint.header import DTYPE_BITS, Header, TensorEntry, build_header, read_header
+from kconvert.checkpoint.compare import have_equal_bytes
+from kconvert.checkpoint.header import DTYPE_BITS, FLOAT_DTYPES, Header, TensorEntry, build_header, read_header
 from kconvert.checkpoint.index import Index, build_index, read_index
 from kconvert.checkpoint.reader import Checkpoint, SourceFile, SourceTensor, is_inside_hub_cache, open_checkpoint
 from kconvert.checkpoint.sidecars import Omitted, Sidecar, Sidecars, list_sidecars
@@ -13,6 +14,7 @@ from kconvert.checkpoint.stamp import FileStamp, check_stamp
 
 __all__ = [
     "DTYPE_BITS",
+    "FLOAT_DTYPES",
     "Checkpoint",
     "FileStamp",
     "Header",
@@ -26,6 +28,7 @@ __all__ = [
     "build_header",
     "build_index",
     "check_stamp",
+    "have_equal_bytes",
     "is_inside_hub_cache",
     "list_sidecars",
     "open_checkpoint",

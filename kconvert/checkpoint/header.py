@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from kconvert.errors import CheckpointError
 
-__all__ = ["DTYPE_BITS", "Header", "TensorEntry", "build_header", "read_header"]
+__all__ = ["DTYPE_BITS", "FLOAT_DTYPES", "Header", "TensorEntry", "build_header", "read_header"]
 
 _BITS = {
     4: ("F4",),
@@ -32,6 +32,9 @@ _BITS = {
 }
 DTYPE_BITS: Mapping[str, int] = MappingProxyType({dtype: bits for bits, dtypes in _BITS.items() for dtype in dtypes})
 """Bits per element of every dtype that safetensors 0.8 knows."""
+
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+"""The dtypes that weights may be converted from."""
 
 MAX_HEADER_BYTES = 100_000_000
 _MAX_COUNT = 2**60

@@ -24,6 +24,7 @@ from kconvert.names import (
     CONFIG_NAME,
     KERNELS_DIR,
     MANIFEST_NAME,
+    PARITY_NAME,
     SOURCE_HEADERS_NAME,
     STOCK_INDEX_NAME,
     STOCK_SINGLE_NAME,
@@ -35,7 +36,7 @@ from kconvert.names import (
 __all__ = ["Checkpoint", "SourceFile", "SourceTensor", "is_inside_hub_cache", "open_checkpoint"]
 
 _EXPLICIT_KEY = "transformers_weights"
-_MAX_CONFIG_BYTES = 64 * 1024 * 1024
+MAX_CONFIG_BYTES = 64 * 1024 * 1024
 _PICKLE_SUFFIXES = (".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _FOREIGN_SUFFIXES = (".gguf", ".h5", ".msgpack", ".ot", ".onnx", ".npz")
 _DOWNLOAD = "download the checkpoint again"
@@ -99,7 +100,7 @@ class Checkpoint:
     @property
     def quantization(self) -> dict[str, Any] | None:
         """`quantization_config` of the config, else that of its `text_config`."""
-        return _quantization(self.config)
+        return quantization_of(self.config)
 
 
 def open_checkpoint(model_dir: Path) -> Checkpoint:
@@ -143,7 +144,8 @@ def _refuse_converted(model_dir: Path, names: frozenset[str]) -> None:
             where=str(model_dir),
             fix="give the original checkpoint",
         )
-    own = sorted(name for name in names if is_own_name(name) and name not in (KERNELS_DIR, SOURCE_HEADERS_NAME))
+    harmless = (KERNELS_DIR, PARITY_NAME, SOURCE_HEADERS_NAME)
+    own = sorted(name for name in names if is_own_name(name) and name not in harmless)
     if own:
         raise CheckpointError(
             f"holds {_some(own)} without {MANIFEST_NAME}: left over from an unfinished or damaged conversion",
@@ -157,7 +159,7 @@ def _read_config(model_dir: Path, names: frozenset[str]) -> bytes:
         raise CheckpointError(
             f"holds no {CONFIG_NAME}", where=str(model_dir), fix="give the folder that from_pretrained would take"
         )
-    return read_bounded(model_dir / CONFIG_NAME, _MAX_CONFIG_BYTES)
+    return read_bounded(model_dir / CONFIG_NAME, MAX_CONFIG_BYTES)
 
 
 def _check_config(config: dict[str, Any], model_dir: Path) -> None:
@@ -177,7 +179,8 @@ def _quantization_entries(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
     ]
 
 
-def _quantization(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`quantization_config` of a config, else that of its `text_config`."""
     return next((value for _, value in _quantization_entries(config) if isinstance(value, dict)), None)
 
 

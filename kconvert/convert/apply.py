@@ -13,8 +13,8 @@ from kconvert.checkpoint import build_header, build_index, is_inside_hub_cache
 from kconvert.convert.prepare import Prepared, prepare
 from kconvert.errors import UsageError
 from kconvert.names import CONFIG_NAME, INDEX_NAME, KERNELS_DIR, MANIFEST_NAME, SINGLE_NAME, SOURCE_HEADERS_NAME
-from kconvert.plan import OutputShard
-from kconvert.rewrite import Copy, Extent, Job, OutputFile, check_output, rewrite
+from kconvert.plan import OutputShard, Part, Step
+from kconvert.rewrite import Conversion, Copy, Extent, Job, OutputFile, check_output, rewrite
 
 __all__ = ["ApplyResult", "apply_recipe", "default_output"]
 
@@ -119,7 +119,10 @@ def _output_file(shard: OutputShard, paths: dict[str, Path]) -> OutputFile:
     header = build_header(
         [(step.target, step.dtype, step.shape, step.size_bytes) for step in shard.steps], {"format": "pt"}
     )
-    extents = tuple(
-        Extent(paths[part.file], part.offset, part.size_bytes) for step in shard.steps for part in step.parts
-    )
+    extents = tuple(_extent(step, part, paths[part.file]) for step in shard.steps for part in step.parts)
     return OutputFile(shard.name, header, extents)
+
+
+def _extent(step: Step, part: Part, path: Path) -> Extent:
+    conversion = None if part.dtype == step.dtype else Conversion(part.dtype, step.dtype)
+    return Extent(path, part.offset, part.size_bytes, conversion)

@@ -13,7 +13,19 @@ from pathlib import Path
 
 from kconvert.errors import CheckpointError
 
-__all__ = ["check_unmapped"]
+__all__ = ["check_unmapped", "unsettled_names"]
+
+
+def unsettled_names(model_type: str) -> str | None:
+    """Why a type's file names may differ from its module names, or None where they are the same."""
+    spec = find_spec("transformers")
+    source = Path(spec.origin).with_name("conversion_mapping.py") if spec is not None and spec.origin else None
+    if source is None or not source.is_file():
+        return "transformers' conversion mapping was not found"
+    text = source.read_text(encoding="utf-8")
+    if re.search(rf"""["']{re.escape(model_type)}["']""", text) is None:
+        return None
+    return f"transformers renames tensors of model type {model_type!r} while loading"
 
 
 def check_unmapped(model_type: str, model_dir: Path) -> None:
@@ -22,15 +34,10 @@ def check_unmapped(model_type: str, model_dir: Path) -> None:
     Raises:
         CheckpointError: the structural check is needed.
     """
-    spec = find_spec("transformers")
-    source = Path(spec.origin).with_name("conversion_mapping.py") if spec is not None and spec.origin else None
-    if source is not None and source.is_file():
-        text = source.read_text(encoding="utf-8")
-        if re.search(rf"""["']{re.escape(model_type)}["']""", text) is None:
-            return
-        what = f"transformers renames tensors of model type {model_type!r} while loading"
-    else:
-        what = "transformers' conversion mapping was not found"
-    raise CheckpointError(
-        f"{what}, so names cannot be settled without the model", where=str(model_dir), fix="leave out --no-model-check"
-    )
+    what = unsettled_names(model_type)
+    if what is not None:
+        raise CheckpointError(
+            f"{what}, so names cannot be settled without the model",
+            where=str(model_dir),
+            fix="leave out --no-model-check",
+        )

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from kconvert.checkpoint import Checkpoint, Sidecars, list_sidecars, open_checkpoint
 from kconvert.convert.mapped_types import check_unmapped
-from kconvert.convert.record import build_manifest, source_headers
+from kconvert.convert.record import build_manifest, rounding_warnings, source_headers
 from kconvert.convert.resolve import ResolvedRecipe, resolve_recipe
 from kconvert.errors import CheckpointError, RecipeError
 from kconvert.manifest import Manifest
 from kconvert.plan import Plan, build_plan
-from kconvert.recipe import Recipe, find_recipe, load_recipe
+from kconvert.recipe import Recipe, find_recipe, load_recipe, recipes_for
 
 __all__ = ["Prepared", "prepare"]
 
@@ -63,7 +63,7 @@ def prepare(
         raise RecipeError(
             f"recipe {recipe.name!r} is for model type {', '.join(recipe.model_type)}, {model_dir} is {checkpoint.model_type}",
             where=recipe.where,
-            fix="use a recipe for this model type",
+            fix=_other_recipe(checkpoint.model_type),
         )
     resolved = resolve_recipe(recipe, trust_remote_code=trust_remote_code)
     if model_check:
@@ -83,7 +83,7 @@ def prepare(
         check_unmapped(str(checkpoint.model_type), model_dir)
         plan = build_plan(checkpoint, resolved.entries)
     sidecars = list_sidecars(checkpoint)
-    warnings += sidecars.warnings
+    warnings += sidecars.warnings + rounding_warnings(plan)
     headers = source_headers(checkpoint)
     manifest = build_manifest(checkpoint, recipe, plan, sidecars, headers)
     if model_check:
@@ -99,3 +99,9 @@ def prepare(
         warnings,
         time.perf_counter() - started,
     )
+
+
+def _other_recipe(model_type: str) -> str:
+    """The way out of a recipe for another model type."""
+    names = recipes_for(model_type)
+    return f"use {' or '.join(names)}" if names else "no shipped recipe is for it; write one, see docs/recipe.md"

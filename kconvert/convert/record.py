@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
@@ -22,7 +23,7 @@ from kconvert.names import SOURCE_HEADERS_NAME
 from kconvert.plan import Plan
 from kconvert.recipe import Recipe
 
-__all__ = ["build_manifest", "source_headers"]
+__all__ = ["build_manifest", "rounding_warnings", "source_headers"]
 
 
 def source_headers(checkpoint: Checkpoint) -> bytes:
@@ -64,7 +65,9 @@ def build_manifest(checkpoint: Checkpoint, recipe: Recipe, plan: Plan, sidecars:
                 op=step.op,
                 axis=step.axis,
                 patch=step.entry,
-                parts=tuple(PartRecord(part.source, part.file_name, part.file, part.rows) for part in step.parts),
+                parts=tuple(
+                    PartRecord(part.source, part.file_name, part.file, part.dtype, part.rows) for part in step.parts
+                ),
             )
             for step in plan.steps
         ),
@@ -95,4 +98,19 @@ def _patches(plan: Plan) -> tuple[PatchRecord, ...]:
             kernels=entry.kernels,
         )
         for entry in plan.entries
+    )
+
+
+def rounding_warnings(plan: Plan) -> tuple[str, ...]:
+    """One line per entry and pair of dtypes whose values are rounded because the recipe names a dtype."""
+    rounded = Counter(
+        (step.entry, part.dtype, step.dtype)
+        for step in plan.steps
+        for part in step.parts
+        if part.is_rounded_to(step.dtype)
+    )
+    return tuple(
+        f"{count} {'tensor is' if count == 1 else 'tensors are'} rounded from {source} to {target}, the dtype of the entry at {plan.entries[entry].where}"
+        for (entry, source, target), count in rounded.items()
+        if entry is not None
     )

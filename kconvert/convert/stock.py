@@ -2,7 +2,8 @@
 
 The model of `config.json` is built without memory.  It gives the class of every module, and transformers'
 own conversion mapping gives each tensor's module name.  Code that lies in the checkpoint is never run, and
-tensors that transformers would join or split while loading are refused.
+tensors that transformers would join or split while loading are refused.  Tensors that the config ties and the
+checkpoint stores with different values are warned of: transformers keeps both, so both are kept.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from kconvert.checkpoint import Checkpoint
+from kconvert.checkpoint import Checkpoint, have_equal_bytes
 from kconvert.errors import CheckpointError, TrustError
 from kconvert.names import CONFIG_NAME
 from kconvert.runtime.modelclass import build_meta_model, load_config, model_class
@@ -69,16 +70,17 @@ def build_stock_model(checkpoint: Checkpoint) -> StockModel:
         )
     classes = {path: type(module).__name__ for path, module in model.named_modules() if path}
     names = _module_names(checkpoint, model)
-    return StockModel(model, config, classes, names, _tie_warnings(model, set(names.values())))
+    return StockModel(model, config, classes, names, _tie_warnings(checkpoint, model, names))
 
 
-def _tie_warnings(model: Any, stored: set[str]) -> tuple[str, ...]:
-    """Of tensors that the config ties and the checkpoint stores both of; transformers keeps them if they differ."""
-    ties = getattr(model, "all_tied_weights_keys", None) or {}
+def _tie_warnings(checkpoint: Checkpoint, model: Any, names: Mapping[str, str]) -> tuple[str, ...]:
+    """Of tensors that the config ties, both stored, that differ; equal ones transformers ties, as if one were stored."""
+    file_names = {name: file_name for file_name, name in names.items()}
+    stored = {name: checkpoint.tensors[file_name] for name, file_name in file_names.items()}
     return tuple(
-        f"{target} is tied to {source} by the config, but both are stored; both are kept"
-        for target, source in sorted(ties.items())
-        if target in stored and source in stored
+        f"{target} and {source} are stored with different values, though the config ties them; both are kept"
+        for target, source in sorted((getattr(model, "all_tied_weights_keys", None) or {}).items())
+        if target in stored and source in stored and not have_equal_bytes(checkpoint, stored[target], stored[source])
     )
 
 

@@ -8,7 +8,7 @@ tensor must not move into or out of what the model keeps in float32.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -172,7 +172,7 @@ def _compare(checkpoint: Checkpoint, packed: Any, plan: Plan) -> tuple[str, ...]
     missing = [
         name
         for name in state.keys() - steps.keys()
-        if ties.get(name) not in steps and not any(pattern.search(name) for pattern in ignored)
+        if not _is_tied_to(steps, name, ties) and not any(pattern.search(name) for pattern in ignored)
     ]
     if missing:
         raise CheckpointError(
@@ -198,6 +198,12 @@ def _compare(checkpoint: Checkpoint, packed: Any, plan: Plan) -> tuple[str, ...]
             fix="a kernel package's conversion_mapping has to lead to its layout's parameters",
         )
     return carried
+
+
+def _is_tied_to(stored: Collection[str], name: str, ties: Mapping[str, str]) -> bool:
+    """Whether another tensor of the group that `name` is tied in is stored: transformers fills the group from any."""
+    source = ties.get(name, name)
+    return source in stored or any(other in stored for other, tied_to in ties.items() if tied_to == source)
 
 
 def _facts(packed: Any, patch: ResolvedPatch, where: str) -> dict[str, dict[str, Any]] | None:

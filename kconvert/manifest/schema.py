@@ -80,11 +80,15 @@ class PatchRecord:
 
 @dataclass(frozen=True)
 class PartRecord:
-    """A run of rows of a target tensor: the source's module name, its name and shard in the source, its rows."""
+    """A run of rows of a target tensor: the source's module name, its name, shard and dtype in the source, its rows.
+
+    A dtype that is not the target's was converted.
+    """
 
     source: str
     file_name: str
     file: str
+    dtype: str
     rows: int
 
 
@@ -149,11 +153,19 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Canonical JSON with `digest` over everything else."""
         body = asdict(self)
-        return canonical_json({**body, "digest": sha256_digest(canonical_json(body))})
+        return canonical_json({**body, "digest": _digest_of(body)})
+
+    def digest(self) -> str:
+        """`sha256:<hex>` over everything else in it, as the file has it."""
+        return _digest_of(asdict(self))
 
     def tensors_by_target(self) -> dict[str, TensorRecord]:
         """Target name to record."""
         return {record.target: record for record in self.tensors}
+
+
+def _digest_of(body: Mapping[str, Any]) -> str:
+    return sha256_digest(canonical_json(body))
 
 
 def load_manifest(directory: Path) -> Manifest:
@@ -185,7 +197,7 @@ def load_manifest(directory: Path) -> Manifest:
         )
     digest = value.pop("digest", None)
     try:
-        found = sha256_digest(canonical_json(value))
+        found = _digest_of(value)
     except (ValueError, RecursionError) as error:  # NaN, half a surrogate pair, endless nesting
         raise ManifestError(f"cannot be read ({error})", where=str(path), fix=fix) from None
     if digest != found:

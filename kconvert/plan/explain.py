@@ -37,7 +37,10 @@ def explain_plan(plan: Plan) -> dict[str, Any]:
                 "dtype": step.dtype,
                 "shape": list(step.shape),
                 "patch": step.entry,
-                "parts": [{"source": part.source, "file": part.file, "rows": part.rows} for part in step.parts],
+                "parts": [
+                    {"source": part.source, "file": part.file, "dtype": part.dtype, "rows": part.rows}
+                    for part in step.parts
+                ],
             }
             for step in plan.steps
         ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kconvert.recipe.load import load_recipe, parse_recipe
+from kconvert.recipe.load import load_recipe, parse_recipe, recipes_for
 from kconvert.recipe.nodes import MAX_RECIPE_BYTES
 from kconvert.recipe.reference import KernelRef
 from kconvert.recipe.schema import Patch, Recipe, Target
@@ -17,5 +17,6 @@ __all__ = [
     "find_recipe",
     "load_recipe",
     "parse_recipe",
+    "recipes_for",
     "shipped_recipes",
 ]

@@ -1,4 +1,4 @@
-"""What the value of a single key may be: names, versions, lists of kernels, path patterns.
+"""What the value of a single key may be: names, versions, dtypes, lists of kernels, path patterns.
 
 Every function takes a value as it was read and gives back what the models keep.  Refused, with `RuleError`: another
 type (nothing is converted), empty lists, duplicates, and names that no file or model has.  What a key means beside
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kconvert.errors import RecipeError
+from kconvert.names import near_misses
 from kconvert.patterns import PathPattern
 from kconvert.recipe.reference import KernelRef
 from kconvert.recipe.values import Loc, describe, retype
@@ -21,12 +22,14 @@ __all__ = [
     "check_name",
     "check_revision",
     "check_version",
+    "parse_dtype",
     "parse_kernels",
     "parse_model_types",
     "parse_path",
 ]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _T = TypeVar("_T")
 
 
@@ -53,6 +56,15 @@ def check_revision(text: str) -> str:
     if not text or not text.isprintable() or " " in text:
         raise RuleError(f"revision {text!r} is empty or holds blanks", fix="write a branch, a tag or a commit")
     return text
+
+
+def parse_dtype(text: str) -> str:
+    """The value of `dtype`, as safetensors names it: `BF16` for `bfloat16`."""
+    if text not in _DTYPES:
+        near = near_misses(text.lower(), _DTYPES)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise RuleError(f"unknown dtype {text!r}", fix=f"{hint}known dtypes: {', '.join(_DTYPES)}")
+    return _DTYPES[text]
 
 
 def _check_model_type(text: str) -> str:

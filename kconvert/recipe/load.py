@@ -15,9 +15,10 @@ from kconvert.errors import RecipeError
 from kconvert.recipe.faults import schema_problems
 from kconvert.recipe.nodes import MAX_RECIPE_BYTES, compose, decode
 from kconvert.recipe.schema import Recipe
+from kconvert.recipe.shipped import shipped_recipes
 from kconvert.recipe.values import Problem, ValueReader
 
-__all__ = ["load_recipe", "parse_recipe"]
+__all__ = ["load_recipe", "parse_recipe", "recipes_for"]
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -33,6 +34,11 @@ def load_recipe(path: Path) -> Recipe:
         what = f"cannot read the recipe: {getattr(error, 'strerror', None) or error}"
         raise RecipeError(what, where=str(path), fix="give a readable YAML file") from None
     return _parse(data, str(path), path)
+
+
+def recipes_for(model_type: str) -> tuple[str, ...]:
+    """The names of the shipped recipes that may be applied to a model type, sorted."""
+    return tuple(name for name, path in shipped_recipes().items() if model_type in load_recipe(path).model_type)
 
 
 def parse_recipe(text: bytes | str, where: str) -> Recipe:

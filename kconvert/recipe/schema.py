@@ -32,6 +32,7 @@ from kconvert.recipe.fields import (
     check_name,
     check_revision,
     check_version,
+    parse_dtype,
     parse_kernels,
     parse_model_types,
     parse_path,
@@ -72,8 +73,13 @@ class _Placed(BaseModel):
 class Target(_Placed):
     """Modules of one class that a patch entry takes: `{class: Qwen3MLP, path: "model.layers.*.mlp"}`."""
 
-    class_name: Annotated[str, AfterValidator(check_class_name)] = Field(alias="class")
-    path: Annotated[InstanceOf[PathPattern], BeforeValidator(parse_path)]
+    class_name: Annotated[str, AfterValidator(check_class_name)] = Field(
+        alias="class", description="The modules' class name, e.g. `Qwen3MLP`. A module of another class is an error."
+    )
+    path: Annotated[InstanceOf[PathPattern], BeforeValidator(parse_path)] = Field(
+        description="A path pattern: dotted, each segment a literal name, `*` for exactly one segment, or a set of "
+        "numbers such as `{0-3,7}`. A pattern that matches no module is an error."
+    )
 
 
 class Patch(_Placed):
@@ -82,14 +88,40 @@ class Patch(_Placed):
     Refused: both or neither of `replace` and `fuse`; a package beside other kernels; `version` or
     `revision` without exactly one Hub kernel, or both; `trust_remote_code` where no package is named;
     fused paths that are not siblings.
+
+    `dtype`, as safetensors names it, is what the tensors that the entry joins are stored in.  Whether it joins any is
+    not known here.
     """
 
-    kernels: Annotated[tuple[KernelRef, ...], BeforeValidator(parse_kernels)] = Field(alias="kernel")
-    replace: Target | None = None
-    fuse: tuple[Target, ...] | None = None
-    version: Annotated[int, Field(ge=1)] | None = None
-    revision: Annotated[str, AfterValidator(check_revision)] | None = None
-    trust_remote_code: bool = False
+    kernels: Annotated[tuple[KernelRef, ...], BeforeValidator(parse_kernels)] = Field(
+        alias="kernel",
+        description="One kernel or a list, best first, all of one layout: IDs as in `kconvert list-kernels`, or a single "
+        "two-class package, `./folder:ClassName` or `owner/repo:ClassName`.",
+    )
+    replace: Target | None = Field(
+        None, description="The modules that get the layout, one by one. An entry has either `replace` or `fuse`."
+    )
+    fuse: tuple[Target, ...] | None = Field(
+        None,
+        description="Two or more sibling modules, in the order in which they run, that become one module at the first "
+        "path. Their paths differ in the last segment only.",
+    )
+    version: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="For one Hub package: its version. Excludes `revision`."
+    )
+    revision: Annotated[str, AfterValidator(check_revision)] | None = Field(
+        None, description="For one Hub package: a branch, tag or commit. Excludes `version`."
+    )
+    dtype: Annotated[str, AfterValidator(parse_dtype)] | None = Field(
+        None,
+        description="`bfloat16`, `float16` or `float32`: what the tensors that this entry joins are stored in. Without "
+        "it, parts of different dtypes are an error.",
+    )
+    trust_remote_code: bool = Field(
+        False,
+        description="`true` where the recipe's author trusts the code of the package. The machine has to agree: "
+        "`--trust-remote-code`.",
+    )
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -175,10 +207,18 @@ def _check_patches(patches: tuple[Patch, ...]) -> tuple[Patch, ...]:
 class Recipe(_Placed):
     """A whole recipe, with the text that it was read from."""
 
-    recipe: Annotated[Literal[1], BeforeValidator(check_version)]
-    name: Annotated[str, AfterValidator(check_name)]
-    model_type: Annotated[tuple[str, ...], BeforeValidator(parse_model_types)]
-    patches: Annotated[tuple[Patch, ...], AfterValidator(_check_patches)]
+    recipe: Annotated[Literal[1], BeforeValidator(check_version)] = Field(
+        description="The version of the recipe format: `1`."
+    )
+    name: Annotated[str, AfterValidator(check_name)] = Field(
+        description="A name of letters, digits, `.`, `_` and `-`; it is written into the manifest."
+    )
+    model_type: Annotated[tuple[str, ...], BeforeValidator(parse_model_types)] = Field(
+        description="One or a list: the `model_type` values of config.json that the recipe may be applied to."
+    )
+    patches: Annotated[tuple[Patch, ...], AfterValidator(_check_patches)] = Field(
+        description="The patch entries; at least one."
+    )
 
     _text: str = PrivateAttr(default="")
     _path: Path | None = PrivateAttr(default=None)

@@ -4,6 +4,8 @@
 works everywhere.  A way that fails, or copies nothing, is given up for that (source, target) pair and not
 tried again.  Only the last way tells a damaged source from a full disk, so any other error just leads to it.
 
+A piece that is converted goes through memory in any case, a block at a time.
+
 A source position is never shared: every call carries its offset, and `sendfile`, which writes at the
 target's own position, gets a descriptor that belongs to one copier alone.
 """
@@ -21,6 +23,7 @@ from types import TracebackType
 from typing import TypeAlias
 
 from kconvert.errors import CheckpointError
+from kconvert.rewrite.conversion import Conversion
 
 __all__ = ["SLICE_BYTES", "Choices", "Copier", "OpenFile", "Piece", "write_at"]
 
@@ -44,13 +47,14 @@ class OpenFile:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One task: `size_bytes` bytes from `source_offset` to `target_offset`."""
+    """One task: `size_bytes` bytes from `source_offset`, as they are or converted, to `target_offset`."""
 
     source: OpenFile
     source_offset: int
     target: OpenFile
     target_offset: int
     size_bytes: int
+    conversion: Conversion | None = None
 
 
 class Copier:
@@ -86,6 +90,9 @@ class Copier:
             CheckpointError: the source ends early or cannot be read.
             OSError: the target cannot be written.
         """
+        if piece.conversion is not None:
+            self._convert(piece, piece.conversion)
+            return
         done = 0
         while done < piece.size_bytes and not self._stop.is_set():
             copied = self._copy_some(piece, done, min(SLICE_BYTES, piece.size_bytes - done))
@@ -124,19 +131,43 @@ class Copier:
         return self._own.fd
 
     def _through_memory(self, piece: Piece, done: int, count: int) -> int:
+        buffer = self._block()[:count]
+        copied = _read_some(piece, done, buffer)
+        write_at(piece.target.fd, buffer[:copied], piece.target_offset + done)
+        return copied
+
+    def _convert(self, piece: Piece, conversion: Conversion) -> None:
+        block = self._block()
+        block = block[: conversion.whole(len(block))]
+        done, target_offset = 0, piece.target_offset
+        while done < piece.size_bytes and not self._stop.is_set():
+            data = block[: piece.size_bytes - done]
+            filled = 0
+            while filled < len(data):
+                filled += _read_some(piece, done + filled, data[filled:])
+            made = conversion.convert(data)
+            write_at(piece.target.fd, made, target_offset)
+            done, target_offset = done + len(data), target_offset + len(made)
+            self._on_bytes(len(made))
+
+    def _block(self) -> memoryview:
         if self._buffer is None:
             self._buffer = memoryview(bytearray(_BUFFER_BYTES))
-        offset = piece.source_offset + done
-        try:
-            copied = os.preadv(piece.source.fd, [self._buffer[:count]], offset)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot be read at byte {offset}: {error.strerror}", where=str(piece.source.path)
-            ) from error
-        if copied == 0:
-            raise _ended_early(piece, done)
-        write_at(piece.target.fd, self._buffer[:copied], piece.target_offset + done)
-        return copied
+        return self._buffer
+
+
+def _read_some(piece: Piece, done: int, buffer: memoryview) -> int:
+    """Fills 1 byte or more of `buffer` from `done` bytes into the piece."""
+    offset = piece.source_offset + done
+    try:
+        count = os.preadv(piece.source.fd, [buffer], offset)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot be read at byte {offset}: {error.strerror}", where=str(piece.source.path)
+        ) from error
+    if count == 0:
+        raise _ended_early(piece, done)
+    return count
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:

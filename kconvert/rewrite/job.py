@@ -1,7 +1,8 @@
 """What a rewrite has to write, as plain data: no tensors, no names of parameters, only runs of bytes.
 
-A job is checked when it is built.  It refuses names that leave the output directory, names that meet twice
-(also a file where another name needs a folder), the name of the lock file, and negative offsets or sizes.
+A run is copied as it is, or converted from one float dtype to another on the way.  A job is checked when it is built.  It refuses names that leave the output directory, names that meet twice
+(also a file where another name needs a folder), the name of the lock file, negative offsets or sizes, and runs to
+convert that hold a part of a value.
 Whether the sources hold those bytes is checked when the rewrite opens them.
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from kconvert.checkpoint import FileStamp
 from kconvert.errors import CheckpointError
 from kconvert.names import unsafe_name_reason
+from kconvert.rewrite.conversion import Conversion
 
 __all__ = ["LOCK_NAME", "Copy", "Extent", "Job", "OutputFile"]
 
@@ -23,15 +25,22 @@ LOCK_NAME = ".kconvert-lock"
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """`size_bytes` bytes of `path` from `offset`, copied as they are."""
+    """`size_bytes` bytes of `path` from `offset`, copied as they are or converted."""
 
     path: Path
     offset: int
     size_bytes: int
+    conversion: Conversion | None = None
 
     def __post_init__(self) -> None:
-        if self.offset < 0 or self.size_bytes < 0:
+        item = self.conversion.source_bytes if self.conversion is not None else 1
+        if self.offset < 0 or self.size_bytes < 0 or self.size_bytes % item:
             raise CheckpointError(f"bad extent: offset {self.offset}, size {self.size_bytes}", where=str(self.path))
+
+    @property
+    def target_bytes(self) -> int:
+        """How many bytes of the output it fills."""
+        return self.size_bytes if self.conversion is None else self.conversion.size_after(self.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +54,7 @@ class OutputFile:
     @property
     def size_bytes(self) -> int:
         """The size of the finished file."""
-        return len(self.prefix) + sum(extent.size_bytes for extent in self.extents)
+        return len(self.prefix) + sum(extent.target_bytes for extent in self.extents)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from types import TracebackType
 
 from kconvert.errors import ManifestError, OutputError, PreflightError, UsageError
 from kconvert.manifest import load_manifest
-from kconvert.names import INDEX_NAME, KERNELS_DIR, MANIFEST_NAME
+from kconvert.names import INDEX_NAME, KERNELS_DIR, MANIFEST_NAME, PARITY_NAME
 from kconvert.rewrite.durable import sync_directory
 from kconvert.rewrite.job import LOCK_NAME
 
@@ -85,7 +85,8 @@ def _check_own(output: Path) -> None:
         raise OutputError(f"output holds a manifest that cannot be read: {error.what}", where=where, fix=fix) from error
     if manifest.written_by != "apply":
         raise OutputError("output holds weights that a model was saved as", where=where, fix="choose another output")
-    known = {*manifest.weight_files, *manifest.sidecars, MANIFEST_NAME, INDEX_NAME, manifest.source_headers}
+    own = (MANIFEST_NAME, PARITY_NAME, INDEX_NAME, manifest.source_headers)
+    known = {*manifest.weight_files, *manifest.sidecars, *own}
     for path in sorted(output.rglob("*")):
         name = path.relative_to(output).as_posix()
         if name not in known and name.split("/")[0] != KERNELS_DIR and not path.is_dir():

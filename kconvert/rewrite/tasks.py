@@ -1,6 +1,7 @@
 """Cuts output files into copy tasks, and hands the tasks to the worker threads.
 
-Extents that touch in the source and in the target are one run; a run is cut into pieces of at most 32 MiB.
+Extents that touch in the source and in the target are one run; a run is cut into pieces of at most 32 MiB.  One that
+is converted is a run of its own, cut between values.
 Pieces are made when they are asked for, so memory does not grow with the size of the checkpoint.
 
 A file system takes one lock per written file, so each worker stays on a file of its own as long as
@@ -27,6 +28,12 @@ def merged(extents: Iterable[Extent]) -> Iterator[Extent]:
     for extent in extents:
         if extent.size_bytes == 0:
             continue
+        if extent.conversion is not None:
+            if size:
+                yield Extent(path, offset, size)
+            yield extent
+            size = 0
+            continue
         if size and extent.offset == offset + size and extent.path == path:
             size += extent.size_bytes
             continue
@@ -42,11 +49,13 @@ def cut(
 ) -> Iterator[Piece]:
     """The pieces that put `extents` one after another into `target` from `target_offset`."""
     for extent in merged(extents):
-        source = sources[extent.path]
-        for start in range(0, extent.size_bytes, PIECE_BYTES):
-            size = min(PIECE_BYTES, extent.size_bytes - start)
-            yield Piece(source, extent.offset + start, target, target_offset + start, size)
-        target_offset += extent.size_bytes
+        source, conversion = sources[extent.path], extent.conversion
+        step = PIECE_BYTES if conversion is None else conversion.whole(PIECE_BYTES)
+        for start in range(0, extent.size_bytes, step):
+            size = min(step, extent.size_bytes - start)
+            before = start if conversion is None else conversion.size_after(start)
+            yield Piece(source, extent.offset + start, target, target_offset + before, size, conversion)
+        target_offset += extent.target_bytes
 
 
 class TaskQueue:

@@ -139,10 +139,13 @@ def test_gate_rows_come_first_by_value(tmp_path: Path) -> None:
 
 def test_head_dim_need_not_be_hidden_by_heads(qwen3_dir: Path, converted_qwen3_dir: Path) -> None:
     """B9: q has 4 * 16 rows, hidden is 32; nothing is cut by the config."""
-    name = "model.layers.0.self_attn.q_proj.weight"
-    written, read = read_raw(converted_qwen3_dir)[name], read_raw(qwen3_dir)[name]
-    assert read.shape == (64, 32)
-    assert written == read
+    layer = "model.layers.0.self_attn"
+    written, read = read_raw(converted_qwen3_dir), read_raw(qwen3_dir)
+    parts = [read[f"{layer}.{name}_proj.weight"] for name in "qkv"]
+    assert [part.shape for part in parts] == [(64, 32), (32, 32), (32, 32)]
+    packed = written[f"{layer}.qkv_proj.weight"]
+    assert (packed.shape, packed.data) == ((128, 32), b"".join(part.data for part in parts))
+    assert written[f"{layer}.o_proj.weight"] == read[f"{layer}.o_proj.weight"]
 
 
 # --- the same bytes every time --------------------------------------------------------------------------
@@ -178,7 +181,7 @@ def test_progress_adds_up_and_nothing_is_written_before_it_is_prepared(qwen3_dir
 
     result = convert("qwen3", qwen3_dir, output, on_prepared=prepared, on_progress=seen.append)
     assert sum(seen) == sizes[0] == sum(path.stat().st_size for path in output.iterdir())
-    assert result.bytes_transformed == 2 * 2 * 48 * 32 * 4
+    assert result.bytes_transformed == 2 * (2 * 48 + (4 + 2 + 2) * 16) * 32 * 4
     assert (
         result.bytes_copied
         == sum(len(tensor.data) for tensor in read_raw(qwen3_dir).values()) - result.bytes_transformed

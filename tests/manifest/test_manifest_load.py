@@ -54,10 +54,17 @@ MANIFEST = Manifest(
             "concatenate",
             0,
             0,
-            (PartRecord(GATE, GATE, "sub/a.safetensors", 12), PartRecord(UP, UP, "model.safetensors", 12)),
+            (
+                PartRecord(GATE, GATE, "sub/a.safetensors", "F32", 12),
+                PartRecord(UP, UP, "model.safetensors", "F32", 12),
+            ),
         ),
-        TensorRecord("scale", "F32", (), "copy", 0, None, (PartRecord("scale", "scale", "model.safetensors", 1),)),
-        TensorRecord("none", "F32", (0, 3), "copy", 0, None, (PartRecord("none", "none", "model.safetensors", 0),)),
+        TensorRecord(
+            "scale", "F32", (), "copy", 0, None, (PartRecord("scale", "scale", "model.safetensors", "F32", 1),)
+        ),
+        TensorRecord(
+            "none", "F32", (0, 3), "copy", 0, None, (PartRecord("none", "none", "model.safetensors", "F32", 0),)
+        ),
     ),
     carried=("scale", "none"),
     omitted=(OmittedRecord("pytorch_model.bin", "pickle"),),

@@ -274,7 +274,7 @@ def test_unknown_keys_get_near_misses_and_the_list() -> None:
     error = entry_fault(
         "  - kernals: a\n" + REPLACE, 1, "unknown key 'kernals' in a patch entry", "did you mean 'kernel'? "
     )
-    assert "known keys: kernel, replace, fuse, version, revision, trust_remote_code" in (error.fix or "")
+    assert "known keys: kernel, replace, fuse, version, revision, dtype, trust_remote_code" in (error.fix or "")
     assert "more problem" not in str(error), "the missing `kernel` follows from the misspelling"
     later = "  - replace: {class: C, path: a}\n    KERNEL: a\n"
     entry_fault(later, 2, "unknown key 'KERNEL'", "did you mean 'kernel'?")
