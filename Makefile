@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test lint types layers docs-check check clean
+.PHONY: help demo demo-real test lint types layers docs docs-check sweep check clean
 
 help:  ## list the targets
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -41,8 +41,14 @@ layers: $(STAMP)  ## which module may import which, and what loads no torch
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/test_lightness.py
 
-docs-check: $(STAMP)  ## run what the README shows
-	$(BIN)/pytest -q tests/test_readme.py
+docs: $(STAMP)  ## write the generated parts of docs/ again
+	$(BIN)/python docs/generate.py
+
+docs-check: $(STAMP)  ## run what README and docs/ show, and compare docs/ with the code
+	$(BIN)/pytest -q tests/docs
+
+sweep: $(STAMP)  ## try all causal-LM types of transformers, write docs/model-types.md
+	$(BIN)/python -m tests.sweep.sweep
 
 check: test lint types layers docs-check  ## everything; what CI runs
 

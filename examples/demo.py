@@ -1,4 +1,4 @@
-"""`make demo`: convert a small Qwen3 checkpoint made on the spot, load it, and compare it with the stock model.
+"""`make demo`: convert a small Qwen3 checkpoint made on the spot, load it, compare it with the stock model, verify it.
 
 Everything happens in a temporary directory; `python examples/demo.py DIRECTORY` keeps the files in DIRECTORY.
 Exit code 0 only where the converted model gives the stock model's results.
@@ -62,7 +62,7 @@ def show_layer(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) 
     for title, tensors, others in (("before", before, after), ("after", after, before)):
         for name in sorted(tensors.keys() - others.keys()):
             if name.startswith("model.layers.0."):
-                print(f"   {title:<8}{name:<40}{list(tensors[name].shape)}")
+                print(f"   {title:<8}{name:<43}{list(tensors[name].shape)}")
 
 
 def stock_refusal(directory: Path) -> str | None:
@@ -127,7 +127,13 @@ def run(directory: Path) -> bool:
     restored = read_tensors(back)
     same = [name for name in before if name in restored and torch.equal(before[name], restored[name])]
     is_back = before.keys() == restored.keys() and len(same) == len(before)
-    print(f"   {len(same)} of {len(before)} tensors are those of the source\n")
+    print(f"   {len(same)} of {len(before)} tensors are those of the source")
+
+    print("\n8. Compare module by module, and the whole model:", flush=True)
+    print("  kconvert verify my-model-demo --source my-model --level modules --level logits", flush=True)
+    levels = ("--level", "modules", "--level", "logits")
+    code = run_kconvert(["verify", str(converted), "--source", str(source), *levels])
+    print()
 
     failed = [
         text
@@ -136,6 +142,7 @@ def run(directory: Path) -> bool:
             ("the kernels are too far from the stock model", is_near),
             ("stock transformers loads the converted directory", refusal is not None),
             ("the saved tensors are not those of the source", is_back),
+            (f"kconvert verify stopped with exit code {code}", code == 0),
         )
         if not holds
     ]

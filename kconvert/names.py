@@ -14,6 +14,7 @@ __all__ = [
     "INDEX_NAME",
     "KERNELS_DIR",
     "MANIFEST_NAME",
+    "PARITY_NAME",
     "SINGLE_NAME",
     "SOURCE_HEADERS_NAME",
     "STOCK_INDEX_NAME",
@@ -33,6 +34,7 @@ __all__ = [
 VARIANT = "kconvert"
 CONFIG_NAME = "config.json"
 MANIFEST_NAME = "kconvert_manifest.json"
+PARITY_NAME = "kconvert_parity.json"
 SOURCE_HEADERS_NAME = "kconvert_source_headers.json.gz"
 KERNELS_DIR = "kconvert_kernels"
 SINGLE_NAME = f"model.{VARIANT}.safetensors"
@@ -53,7 +55,8 @@ def shard_name(number: int, total: int) -> str:
 
 def is_own_name(name: str) -> bool:
     """Whether a top-level file or folder name is one that kconvert itself writes."""
-    return name in (MANIFEST_NAME, SOURCE_HEADERS_NAME, KERNELS_DIR, INDEX_NAME) or name.startswith(f"model.{VARIANT}")
+    own = (MANIFEST_NAME, PARITY_NAME, SOURCE_HEADERS_NAME, KERNELS_DIR, INDEX_NAME)
+    return name in own or name.startswith(f"model.{VARIANT}")
 
 
 def is_stock_weight_name(name: str) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from examples import demo
+from kconvert.cli import main as run_kconvert
 
 
 def test_demo_succeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,6 +18,7 @@ def test_demo_succeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert text.splitlines()[-1].startswith("OK: ")
     assert "equal bit for bit: yes" in text
     assert "47 of 47 tensors are those of the source" in text
+    assert "OK: 25 of 25 patched modules agree.\nOK: the logits agree in bfloat16 and float32.\n" in text
     assert "no file named model.safetensors" in " ".join(text.split())
     for shown in ("mlp.gate_proj.weight", "mlp.gate_up_proj.weight", "cpu_fused_swiglu", "cpu_fused_rmsnorm"):
         assert shown in text
@@ -52,6 +54,14 @@ def test_demo_fails_where_the_command_fails(
     monkeypatch.setattr(demo, "run_kconvert", lambda argv: 7)
     assert demo.main(tmp_path) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "FAILED: kconvert stopped with exit code 7"
+
+
+def test_demo_fails_where_verify_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "run_kconvert", lambda argv: 5 if argv[0] == "verify" else run_kconvert(argv))
+    assert demo.main(tmp_path) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "FAILED: kconvert verify stopped with exit code 5"
 
 
 def test_demo_does_not_write_into_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

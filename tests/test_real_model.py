@@ -79,6 +79,7 @@ def model(converted: Path) -> Any:
 def test_kernels_run_in_every_layer(model: Any) -> None:
     assert model.dtype == torch.bfloat16
     assert model.kconvert_report.to_dict()["kernels"] == {
+        "cpu_fused_qkv": NUM_LAYERS,
         "cpu_fused_rmsnorm": 2 * NUM_LAYERS + 1,
         "cpu_fused_swiglu": NUM_LAYERS,
     }
@@ -107,12 +108,12 @@ def test_reference_is_the_stock_model_bit_for_bit(stock: Any, converted: Path, t
 
 def test_bytes_are_those_of_the_source(source: Path, converted: Path) -> None:
     before, after = read_tensors(source), read_tensors(converted)
-    packed = {name for name in after if name.endswith(".mlp.gate_up_proj.weight")}
-    assert len(packed) == NUM_LAYERS
-    parts = {
-        name: [name.replace("gate_up_proj", "gate_proj"), name.replace("gate_up_proj", "up_proj")] for name in packed
-    }
-    assert after.keys() - packed == before.keys() - {part for names in parts.values() for part in names}
+    parts = {}
+    for layer in range(NUM_LAYERS):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        parts[f"{attention}.qkv_proj.weight"] = [f"{attention}.{name}_proj.weight" for name in "qkv"]
+        parts[f"{mlp}.gate_up_proj.weight"] = [f"{mlp}.{name}_proj.weight" for name in ("gate", "up")]
+    assert after.keys() - parts.keys() == before.keys() - {part for names in parts.values() for part in names}
     for name, tensor in after.items():
         sources = [before[part] for part in parts.get(name, [name])]
         assert {each.dtype for each in sources} == {tensor.dtype} == {torch.bfloat16}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -13,9 +13,12 @@ import typer.main
 
 from kconvert import __version__
 from kconvert.cli.apply import apply_command
+from kconvert.cli.doctor import doctor_command
+from kconvert.cli.inspect import inspect_command
 from kconvert.cli.list_kernels import list_kernels_command
 from kconvert.cli.output import note, print_json, warn
 from kconvert.cli.plan import plan_command
+from kconvert.cli.verify import verify_command
 from kconvert.errors import InterruptedRunError, KconvertError, one_line
 
 __all__ = ["app", "run"]
@@ -38,7 +41,10 @@ app = typer.Typer(
 )
 app.command("apply", epilog=EXIT_CODES)(apply_command)
 app.command("plan", epilog=EXIT_CODES)(plan_command)
+app.command("inspect", epilog=EXIT_CODES)(inspect_command)
+app.command("verify", epilog=EXIT_CODES)(verify_command)
 app.command("list-kernels", epilog=EXIT_CODES)(list_kernels_command)
+app.command("doctor", epilog=EXIT_CODES)(doctor_command)
 
 
 @app.callback(invoke_without_command=True)
@@ -64,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
         code = result if isinstance(result, int) else 0
         return _interrupted(arguments) if code == InterruptedRunError.exit_code else code  # typer eats the interrupt
     except KconvertError as error:
-        return _fail(arguments, str(error), error.exit_code)
+        return _fail(arguments, str(error), error.exit_code, error.details)
     except KeyboardInterrupt:
         return _interrupted(arguments)
     except BrokenPipeError:
@@ -87,10 +93,10 @@ def _interrupted(arguments: Sequence[str]) -> int:
     return _fail(arguments, str(error), error.exit_code)
 
 
-def _fail(arguments: Sequence[str], message: str, code: int) -> int:
+def _fail(arguments: Sequence[str], message: str, code: int, details: Mapping[str, Any] | None = None) -> int:
     note(f"kconvert: error: {message}")
     if "--json" in arguments:
-        print_json({"error": message, "exit_code": code})
+        print_json({**(details or {}), "error": message, "exit_code": code})
     return code
 
 

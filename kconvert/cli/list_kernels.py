@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kconvert.cli.backends import prepare_torch
-from kconvert.cli.options import Json
+from kconvert.cli.options import Json, KernelDevice
 from kconvert.cli.output import foreign_output_apart, note, print_json, print_table
 from kconvert.errors import UsageError
 from kconvert.kernels.base import DeviceType, LayoutKernel
@@ -18,9 +18,7 @@ __all__ = ["list_kernels_command"]
 
 
 def list_kernels_command(
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="DEVICE", help="Only kernels of this device: cpu, cuda, npu.")
-    ] = None,
+    device: KernelDevice = None,
     no_probe: Annotated[bool, typer.Option("--no-probe", help="Do not look at the machine; imports no torch.")] = False,
     json: Json = False,
 ) -> None:

@@ -4,25 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shlex
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["foreign_output_apart", "format_bytes", "note", "print_json", "print_table", "print_text", "warn"]
+__all__ = [
+    "can_redraw",
+    "foreign_output_apart",
+    "format_bytes",
+    "format_duration",
+    "format_share",
+    "make_console",
+    "note",
+    "print_json",
+    "print_table",
+    "print_text",
+    "printable",
+    "shell_quote",
+    "warn",
+]
 
 
-def foreign_output_apart() -> contextlib.AbstractContextManager[object]:
-    """While code that is not ours runs (kernel packages, model classes), what it prints goes to stderr."""
-    return contextlib.redirect_stdout(sys.stderr)
+@contextlib.contextmanager
+def foreign_output_apart(*, quiet: bool = False) -> Iterator[None]:
+    """While code that is not ours runs (kernel packages, model classes), what it prints goes to stderr, or nowhere."""
+    with contextlib.ExitStack() as stack:
+        target = stack.enter_context(open(os.devnull, "w")) if quiet else sys.stderr  # noqa: PTH123 - no path of ours
+        stack.enter_context(contextlib.redirect_stdout(target))
+        yield
 
 
 def note(message: str) -> None:
-    """A message for people."""
-    print(message, file=sys.stderr, flush=True)
+    """A message for people; in one write, so that lines of two threads do not mix."""
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
 
 
 def warn(message: str) -> None:
@@ -58,14 +79,86 @@ def print_table(
         table.add_column(column, justify=justify, overflow="fold", no_wrap=column in (*right, *whole))  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*row)
-    Console(file=sys.stdout, markup=False, highlight=False, emoji=False).print(table)
+    make_console(sys.stdout).print(table)
 
 
-def format_bytes(size: int) -> str:
-    """`12 B`, `3.4 MB`: decimal units, as disks are sold."""
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    raise AssertionError("unreachable")
+def make_console(file: TextIO) -> Console:
+    """A console that prints text as it is, as wide as the terminal.
+
+    To rich, a dumb terminal has 80 columns, and one without a name has colours.
+    """
+    is_plain = file.isatty() and not can_redraw(file)
+    columns = _columns(file) if is_plain else None
+    return Console(
+        file=file,
+        width=columns,
+        height=25 if columns else None,  # rich takes the two together or not at all
+        color_system=None if is_plain else "auto",
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
+
+
+def _columns(file: TextIO) -> int:
+    """What rich does for other terminals; one that was never told its size has none."""
+    forced = os.environ.get("COLUMNS", "")
+    return (int(forced) if forced.isdecimal() else os.get_terminal_size(file.fileno()).columns) or 80
+
+
+def can_redraw(file: TextIO) -> bool:
+    """Whether `file` is a terminal that can erase a line."""
+    return file.isatty() and os.environ.get("TERM", "").lower() not in ("", "dumb", "unknown")
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with what no terminal should get, or can show, escaped."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def shell_quote(path: str) -> str:
+    """A path as one word for a shell; bash's `$'...'` for what cannot be shown."""
+    word = f"./{path}" if path.startswith("-") else path
+    if word.isprintable():
+        return shlex.quote(word)
+    shown = "".join(chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in _escaped(os.fsencode(word)))
+    return f"$'{shown}'"
+
+
+def _escaped(data: bytes) -> bytes:
+    return data.replace(b"\\", b"\\\\").replace(b"'", b"\\'")
+
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def _unit_of(size_bytes: float) -> int:
+    """The number of the decimal unit in which a size reads best, as disks are sold."""
+    return next((number for number in range(len(_UNITS)) if size_bytes < 1000 ** (number + 1)), len(_UNITS) - 1)
+
+
+def _in_unit(size_bytes: int, number: int) -> str:
+    return f"{size_bytes / 1000**number:.1f}" if number else str(size_bytes)
+
+
+def format_bytes(size_bytes: int) -> str:
+    """`12 B`, `3.4 MB`."""
+    number = _unit_of(size_bytes)
+    return f"{_in_unit(size_bytes, number)} {_UNITS[number]}"
+
+
+def format_share(done_bytes: int, total_bytes: int) -> str:
+    """`1.2 of 3.0 GB`, always of the same width for one total."""
+    number = _unit_of(total_bytes)
+    total = _in_unit(total_bytes, number)
+    return f"{_in_unit(done_bytes, number):>{len(total)}} of {total} {_UNITS[number]}"
+
+
+def format_duration(seconds: float) -> str:
+    """`4 s`, `2 min 05 s`, `1 h 02 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"

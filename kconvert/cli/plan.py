@@ -13,7 +13,7 @@ from kconvert.convert import Prepared, prepare
 from kconvert.names import starred
 from kconvert.plan import explain_plan
 
-__all__ = ["plan_command", "plan_value", "show_plan"]
+__all__ = ["braced", "plan_command", "plan_value", "show_plan"]
 
 
 def plan_command(
@@ -85,12 +85,12 @@ def _trace_lines(value: dict[str, Any]) -> list[str]:
     for patch in value["patches"]:
         lines.append(f"{Path(patch['where']).name}  {patch['layout']}")
         for pattern in patch["patterns"]:
-            lines += [f"    {pattern['class']} at {path}" for path in _braced(pattern["matched"])]
+            lines += [f"    {pattern['class']} at {path}" for path in braced(pattern["matched"])]
         lines += wrap(f"kernels: {', '.join(patch['kernels'])}", 76, initial_indent="    ", subsequent_indent="      ")
     return lines
 
 
-def _braced(paths: list[str]) -> list[str]:
+def braced(paths: list[str]) -> list[str]:
     """Paths with their numbers as sets, `model.layers.{0-3,7}.mlp`, in the notation of patterns.
 
     Paths are joined where they differ in the first number only.
@@ -128,7 +128,7 @@ def _tensor_lines(value: dict[str, Any]) -> list[str]:
         if sources == [tensor["target"]]:
             same += 1
             continue
-        made_of = tuple(dict.fromkeys(map(starred, sources)))
+        made_of = tuple(dict.fromkeys(_part_text(part, tensor["dtype"]) for part in tensor["parts"]))
         key = (starred(tensor["target"]), f"{tensor['dtype']} {tensor['shape']}", made_of)
         groups[key] = groups.get(key, 0) + 1
     lines = []
@@ -136,3 +136,8 @@ def _tensor_lines(value: dict[str, Any]) -> list[str]:
         lines += [f"{count} x {target}", f"      {shape}"]
         lines += [f"      {'+' if number else '='} {name}" for number, name in enumerate(made_of)]
     return [*lines, f"{same} others, as they are"]
+
+
+def _part_text(part: dict[str, Any], dtype: str) -> str:
+    name = starred(part["source"])
+    return name if part["dtype"] == dtype else f"{name}, {part['dtype']} as {dtype}"

@@ -17,7 +17,7 @@ import torch
 from kconvert import load_converted
 from kconvert.cli import main
 from kconvert.cli.output import format_bytes
-from kconvert.cli.plan import _braced, _ranges
+from kconvert.cli.plan import _ranges, braced
 from kconvert.kernels.registry import Registry
 from kconvert.manifest import load_manifest
 from tests.support import qwen3_config, qwen3_tensors, read_raw, write_checkpoint, write_recipe
@@ -123,7 +123,10 @@ def test_plan_shows_every_match_with_its_place_in_the_recipe_and_its_kernels(sou
         "  qwen3.yaml:14  rms_norm",
         "      Qwen3RMSNorm at model.norm",
         norm_kernels,
-        "  qwen3.yaml:16  gated_mlp",
+        "  qwen3.yaml:16  qkv_proj",
+        "      Qwen3Attention at model.layers.{0-1}.self_attn",
+        "      kernels: cuda_fused_qkv, npu_fused_qkv, cpu_fused_qkv",
+        "  qwen3.yaml:18  gated_mlp",
         "      Qwen3MLP at model.layers.{0-1}.mlp",
         "      kernels: cuda_fused_swiglu, npu_fused_swiglu, cpu_fused_swiglu",
     ]
@@ -166,7 +169,7 @@ def test_ranges(numbers: list[int], text: str) -> None:
     ],
 )
 def test_paths_in_brace_notation(paths: list[str], shown: list[str]) -> None:
-    assert _braced(paths) == shown
+    assert braced(paths) == shown
 
 
 def test_the_plan_is_the_same_without_the_model_check(source: Path, capsys: Capture) -> None:
@@ -191,7 +194,8 @@ def test_list_kernels_json(capsys: Capture) -> None:
 def test_list_kernels_by_device_and_without_probe(capsys: Capture) -> None:
     _, out, _ = _run(capsys, "list-kernels", "--device", "npu", "--no-probe", "--json")
     rows = json.loads(out)
-    assert {row["id"] for row in rows} == {"npu_fused_rmsnorm", "npu_fused_rmsnorm_swiglu", "npu_fused_swiglu"}
+    names = ("geglu", "qkv", "rmsnorm", "rmsnorm_swiglu", "swiglu")
+    assert [row["id"] for row in rows] == [f"npu_fused_{name}" for name in names]
     assert {row["available"] for row in rows} == {None}
 
 

@@ -1,8 +1,6 @@
 """The README is a promise: its commands and Python blocks run, its make targets and exit codes are the real ones.
 
-Commands are the `kconvert ...` lines of its ```console and ```bash blocks.  They and the ```python blocks
-run in the order of the text, in one new folder that holds `my-model`; each Python block stands alone.  A
-block with `<!-- test: skip -->` on the line before it is not run.  Recipes are its ```yaml blocks.
+Recipes are its ```yaml blocks.
 """
 
 from __future__ import annotations
@@ -13,9 +11,7 @@ import runpy
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,21 +19,9 @@ import pytest
 from kconvert.cli import main as run_kconvert
 from kconvert.errors import KconvertError
 from kconvert.manifest import load_manifest
+from tests.docs.blocks import ROOT, find_blocks, run_blocks
 
-ROOT = Path(__file__).resolve().parent.parent
-SKIP = "<!-- test: skip -->"
 PACKAGE_LEFTOVERS = shutil.ignore_patterns("__pycache__")
-RUN_COMMAND = "import sys; from kconvert.cli import main; sys.exit(main(sys.argv[1:]))"
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of the README: the line number of its fence, its language, its text, whether it is run."""
-
-    line: int
-    language: str
-    text: str
-    runs: bool
 
 
 @pytest.fixture(scope="module")
@@ -45,62 +29,10 @@ def readme() -> str:
     return (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def find_blocks(text: str) -> Iterator[Block]:
-    """All fenced blocks, in order."""
-    lines = text.splitlines()
-    start: int | None = None
-    for number, line in enumerate(lines):
-        if not line.startswith("```"):
-            continue
-        if start is None:
-            start = number
-        else:
-            runs = start == 0 or lines[start - 1].strip() != SKIP
-            language = lines[start].removeprefix("```").strip()
-            yield Block(start + 1, language, "\n".join(lines[start + 1 : number]), runs)
-            start = None
-    assert start is None, f"README.md:{(start or 0) + 1}: a fence that is never closed"
-
-
-def find_commands(block: Block) -> list[list[str]]:
-    """The arguments of each `kconvert` command in a block.  Where a block has `$ ` prompts, the rest is output."""
-    lines = block.text.replace("\\\n", " ").splitlines()
-    if any(line.startswith("$ ") for line in lines):
-        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("kconvert ")]
-    for command in commands:
-        shell = {"|", ">", ">>", "<", "&&", "||", ";", "&"} & set(command)
-        assert not shell, f"README.md:{block.line}: {shell} needs a shell; mark the block with {SKIP}"
-    return [command[1:] for command in commands]
-
-
-def test_commands_and_python_blocks_run(readme: str, tmp_path: Path) -> None:
+def test_commands_and_python_blocks_run(tmp_path: Path) -> None:
     make_checkpoint = runpy.run_path(str(ROOT / "examples" / "demo.py"))["make_checkpoint"]
     make_checkpoint(tmp_path / "my-model")
-    steps: list[tuple[Block, list[str]]] = []
-    for block in find_blocks(readme):
-        if block.runs and block.language == "python":
-            steps.append((block, ["-c", block.text]))
-        elif block.runs and block.language in ("console", "bash"):
-            steps.extend((block, ["-c", RUN_COMMAND, *command]) for command in find_commands(block))
-    assert {block.language for block, _ in steps} >= {"python"}, "README.md shows no Python"
-    assert any(block.language != "python" for block, _ in steps), "README.md shows no kconvert command"
-
-    search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    for block, arguments in steps:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": search_path},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        shown = shlex.join(["kconvert", *arguments[2:]]) if block.language != "python" else block.text
-        assert done.returncode == 0, (
-            f"README.md:{block.line}: exit {done.returncode}\n{shown}\n{done.stdout}{done.stderr}"
-        )
+    assert run_blocks(ROOT / "README.md", tmp_path) == {"python", "console"}
 
 
 def test_make_targets_are_real(readme: str) -> None:
@@ -141,7 +73,7 @@ def test_recipes_run(
         assert code == 0, f"README.md:{block.line}: {capsys.readouterr().err}"
     recorded = [load_manifest(tmp_path / f"out{number}").patches for number in range(2)]
     assert [[patch.layout.name for patch in patches] for patches in recorded] == [
-        ["rms_norm", "gated_mlp"],
+        ["rms_norm", "qkv_proj", "gated_mlp"],
         ["RMSNormMLPLayout"],
     ]
     assert run_kconvert(["apply", "recipe.yaml", str(qwen3_dir), "-o", "out2"]) == 8, "not without the machine's trust"

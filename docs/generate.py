@@ -1,0 +1,159 @@
+"""The generated parts of these pages: recipe keys from the schema, commands from the app, kernels from their specs.
+
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->`.  `python docs/generate.py` writes all of them
+again, `--check` only says which ones are not what the code says.  Everything else on the pages is written by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+from pydantic import BaseModel
+
+import kconvert.errors as errors
+from kconvert.cli import main as run_kconvert
+from kconvert.cli.app import app
+from kconvert.kernels.specs import layout_specs
+from kconvert.recipe import Patch, Recipe, Target, load_recipe, shipped_recipes
+from kconvert.transforms import LayoutSpec, Rule
+
+DOCS = Path(__file__).resolve().parent
+_PART = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---" for _ in head], *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
+
+
+def recipe_keys() -> str:
+    """Every key of a recipe, level by level."""
+    levels: tuple[tuple[str, type[BaseModel]], ...] = (
+        ("The recipe", Recipe),
+        ("An item of `patches`", Patch),
+        ("`replace`, and an item of `fuse`", Target),
+    )
+    return "\n\n".join(f"### {title}\n\n{_table(('Key', '', 'Meaning'), _keys(model))}" for title, model in levels)
+
+
+def _keys(model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    for name, field in model.model_fields.items():
+        if field.description is None:
+            raise SystemExit(f"{model.__name__}.{name} has no description")
+        yield f"`{field.alias or name}`", "required" if field.is_required() else "", field.description
+
+
+def recipes() -> str:
+    """The shipped recipes."""
+    rows = []
+    for name, path in shipped_recipes().items():
+        recipe = load_recipe(path)
+        kinds = ", ".join(f"`{kind}`" for kind in recipe.model_type)
+        rows.append((f"[`{name}`](../recipes/{path.name})", kinds, _opening_comment(recipe.text)))
+    return _table(("Recipe", "Model types", "What it does"), rows)
+
+
+def _opening_comment(text: str) -> str:
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# "))
+    return " ".join(lines)
+
+
+def layouts() -> str:
+    """Every layout: what it takes, what it makes, and its kernels."""
+    parts = []
+    for spec in layout_specs().values():
+        kernels = [(f"`{entry.kernel_id}`", entry.device) for entry in spec.kernels]
+        rules = [(_sources(rule, spec.members), f"`{rule.target}`", str(rule.op)) for rule in spec.rules]
+        parts += [
+            f"### `{spec.name}`, version {spec.version}",
+            f"{spec.summary}. Takes {_takes(spec)}.",
+            _table(("Source", "Target", "Op"), rules),
+            _table(("Kernel", "Device"), kernels),
+        ]
+    return "\n\n".join(parts)
+
+
+def _takes(spec: LayoutSpec) -> str:
+    members = " and ".join(f"the {member} module" for member in spec.members)
+    if not spec.takes:
+        return f"{members}, whole"
+    return f"of {members} only {', '.join(f'`{name}`' for name in sorted(spec.takes))}"
+
+
+def _sources(rule: Rule, members: tuple[str, ...]) -> str:
+    names = [
+        f"`{source.name}`" if len(members) == 1 else f"`{source.name}` of the {members[source.member]}"
+        for source in rule.sources
+    ]
+    return ", then ".join(names) + (" (where there is one)" if rule.optional else "")
+
+
+def commands() -> str:
+    """What `--help` says, of the whole and of every command, at 80 columns."""
+    names = [str(command.name) for command in app.registered_commands]
+    return "\n\n".join(
+        f"## `{' '.join(['kconvert', *name])}`\n\n```text\n{_help(name)}\n```" for name in [[], *([n] for n in names)]
+    )
+
+
+def _help(command: list[str]) -> str:
+    text = io.StringIO()
+    with mock.patch.dict(os.environ, COLUMNS="80", TERMINAL_WIDTH="80"), contextlib.redirect_stdout(text):
+        run_kconvert([*command, "--help"])
+    return text.getvalue().partition("\n  Exit codes:")[0].strip()  # which the page has once
+
+
+def exit_codes() -> str:
+    """The exit codes, from the error classes."""
+    by_code: dict[int, list[str]] = {0: ["Done; for `verify`, everything holds."]}
+    for name in errors.__all__:
+        value = getattr(errors, name)
+        if isinstance(value, type) and issubclass(value, errors.KconvertError) and "exit_code" in vars(value):
+            by_code.setdefault(value.exit_code, []).append((value.__doc__ or "").splitlines()[0])
+    by_code[1] = ["Unexpected: a fault in kconvert; `KCONVERT_TRACEBACK=1` shows where."]
+    return _table(("Exit code", "Meaning"), [(str(code), " ".join(by_code[code])) for code in sorted(by_code)])
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "commands": commands,
+    "exit-codes": exit_codes,
+    "layouts": layouts,
+    "recipe-keys": recipe_keys,
+    "recipes": recipes,
+}
+
+
+def generate(text: str) -> str:
+    """A page with its generated parts made anew; a part that nothing makes is an error."""
+    return _PART.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n\n{found[3]}", text)
+
+
+def main(arguments: list[str]) -> int:
+    """Write the pages, or with `--check` compare them; the exit code."""
+    stale = []
+    for page in sorted(DOCS.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        made = generate(text)
+        if made != text:
+            stale.append(page.name)
+            if "--check" not in arguments:
+                page.write_text(made, encoding="utf-8")
+    if stale and "--check" in arguments:
+        print(f"docs are not what the code says: {', '.join(stale)}; run `make docs`")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

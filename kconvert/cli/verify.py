@@ -1,0 +1,200 @@
+"""`kconvert verify`: does a converted directory compute what its source computes?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kconvert.cli.backends import prepare_torch
+from kconvert.cli.options import Json, complete_path
+from kconvert.cli.output import foreign_output_apart, note, print_json, print_table, print_text, printable, warn
+from kconvert.cli.progress import Progress
+from kconvert.errors import VerificationError
+from kconvert.names import PARITY_NAME, starred
+from kconvert.parity import (
+    LEVELS,
+    LogitsLevel,
+    LogitsResult,
+    ModuleResult,
+    ModulesLevel,
+    ParityReport,
+    Result,
+    Verdict,
+    verify,
+    worst,
+    write_report,
+)
+
+__all__ = ["verify_command"]
+
+
+def _complete_level(incomplete: str) -> list[str]:
+    return [name for name in LEVELS if name.startswith(incomplete)]
+
+
+def verify_command(
+    converted: Annotated[
+        Path,
+        typer.Argument(metavar="CONVERTED", help="The folder that apply wrote.", autocompletion=complete_path),
+    ],
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--source",
+            metavar="DIR",
+            help="The checkpoint that was converted.  Without it the stock weights are taken out of CONVERTED, and "
+            "its bytes are compared with nothing.",
+            autocompletion=complete_path,
+        ),
+    ] = None,
+    level: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--level",
+            metavar="|".join(LEVELS),
+            help="What to compare.  modules: every patched module, on random inputs; logits: the whole model, on "
+            "random tokens.  Only what is named runs; give it twice for both.  [default: modules]",
+            autocompletion=_complete_level,
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="Where both models run: cpu, cuda, cuda:1, npu.")
+    ] = "cpu",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the kernel packages and the model code that come along.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Compare a converted model with the stock model.
+
+    Exit code 5 where they do not agree.  The reference of every patched module has to give the stock bits, in the
+    checkpoint's dtype and in others.  The kernel that load_converted chooses may round otherwise, within limits that
+    the report states.  The report is also written to CONVERTED/kconvert_parity.json.  One model is in memory at a
+    time.
+
+    Example: kconvert verify my-model-kconvert --source my-model --level modules --level logits
+    """
+    prepare_torch()
+    with Progress(f"verifying {printable(converted.name or str(converted))}"), foreign_output_apart():
+        report = verify(
+            converted, source=source, levels=level or ["modules"], device=device, trust_remote_code=trust_remote_code
+        )
+    _keep(report, converted)
+    if not json:
+        _show(report)
+    if not report.from_source:
+        note(
+            "kconvert: the stock weights were taken out of the converted file, so its bytes are not compared with "
+            "any source; --source DIR does that"
+        )
+    if report.failures:
+        raise _error(report)
+    if json:
+        print_json(report.to_json())
+        return
+    for result in report.levels.values():
+        print_text(f"OK: {_verdict(result)}.")
+
+
+def _keep(report: ParityReport, directory: Path) -> None:
+    try:
+        write_report(report, directory)
+    except OSError as error:
+        warn(f"{PARITY_NAME} cannot be written ({error.strerror or error}); going on without it")
+
+
+def _error(report: ParityReport) -> VerificationError:
+    first, count = report.failures[0], len(report.failures)
+    more = f" (and {count - 1} more)" if count > 1 else ""
+    return VerificationError(f"{first.what}{more}", where=first.where, fix=report.fix, details=report.to_json())
+
+
+def _verdict(result: ModulesLevel | LogitsLevel) -> str:
+    if isinstance(result, LogitsLevel):
+        run = [item.dtype for item in result.results if item.verdict is not Verdict.NOT_RUN]
+        return f"the logits agree in {' and '.join(dict.fromkeys(run))}"
+    unproven = len(result.modules) - result.num_proven
+    text = f"{result.num_proven} of {len(result.modules)} patched modules agree"
+    return f"{text} ({unproven} were not compared)" if unproven else text
+
+
+def _show(report: ParityReport) -> None:
+    weights = "the source" if report.from_source else "the converted file"
+    where = f"{report.device['type']} ({report.device['name']}), stock weights from {weights}"
+    for result in report.levels.values():
+        if isinstance(result, ModulesLevel):
+            _show_modules(result, f"Modules on {where}")
+        else:
+            _show_logits(result, f"Logits on {where}")
+
+
+def _show_modules(level: ModulesLevel, title: str) -> None:
+    groups: dict[tuple[str, ...], list[ModuleResult]] = {}
+    for module in level.modules:
+        groups.setdefault(tuple(map(starred, module.paths)), []).append(module)
+    rows = [row for paths, modules in groups.items() for row in _group_rows(" + ".join(paths), modules)]
+    print_table(title, ("modules", "n", "runs", "difference"), rows, right=("n",), whole=("runs", "difference"))
+    dtypes = ", ".join(dict.fromkeys(result.dtype for module in level.modules for result in module.results))
+    if dtypes:
+        print_text(f"In {dtypes}; shares of the largest stock value.")
+    if level.stopped is not None:
+        print_text(f"The stock model does not run: {level.stopped}")
+
+
+def _group_rows(path: str, modules: list[ModuleResult]) -> list[tuple[str, ...]]:
+    """One row for the references and one for each kernel, with the worst of all dtypes; one for what is not reached."""
+    rows: list[tuple[str, ...]] = []
+    found = [(module.path, result) for module in modules for result in module.results]
+    found = [item for item in found if item[1].verdict is not Verdict.NOT_RUN]
+    for kernels, kernel in dict.fromkeys((result.kernels, result.kernel) for _, result in found):
+        same = [item for item in found if (item[1].kernels, item[1].kernel) == (kernels, kernel)]
+        bad = worst(result for _, result in same)
+        label = [] if rows else [path]
+        if bad.verdict is not Verdict.EQUAL:
+            label.append(f"  worst: {next(path for path, result in same if result is bad)}")
+        rows.append(("\n".join(label), str(len({path for path, _ in same})), kernel, _cell(bad)))
+    missing = sum(not module.results for module in modules)
+    if missing:
+        rows.append(("" if rows else path, str(missing), "-", Verdict.NOT_REACHED.value))
+    return rows
+
+
+def _cell(result: Result) -> str:
+    """The difference beside its limit, and the dtype below."""
+    if result.verdict is Verdict.EQUAL:
+        return "equal bit for bit"
+    if result.verdict is Verdict.NO_PROOF:
+        return f"no proof: all zero\nor NaN, {result.dtype}"
+    shown = "not comparable" if result.difference is None else f"{result.difference:.1e} of {result.limit:.1e}"
+    return f"{shown}\n{'FAILED in ' if result.verdict is Verdict.FAILED else ''}{result.dtype}"
+
+
+def _show_logits(level: LogitsLevel, title: str) -> None:
+    run = [item for item in level.results if item.verdict is not Verdict.NOT_RUN]
+    columns = ("dtype", "kernels", "largest", "mean", "of", "KL", "top-1", "")
+    print_table(title, columns, [_logits_row(item) for item in run], right=columns[2:7], whole=("dtype", "kernels"))
+    if run:
+        print_text("Absolute differences of logits, beside the largest stock logit; KL in nats.")
+    for item in level.results:
+        if item.verdict is Verdict.NOT_RUN:
+            print_text(f"{item.dtype}, {item.kernels}: not run: {item.reason}")
+    if level.stopped is not None:
+        print_text(f"Nothing was compared: {level.stopped}")
+
+
+def _logits_row(item: LogitsResult) -> tuple[str, ...]:
+    figures = (_number(value) for value in (item.max_abs, item.mean_abs, item.largest, item.kl))
+    top1 = "-" if item.top1 is None else f"{item.top1:.1%}"
+    return (
+        item.dtype,
+        item.kernels,
+        *figures,
+        top1,
+        item.verdict.upper() if not item.verdict.is_pass else item.verdict,
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else ("0" if value == 0 else f"{value:.1e}")

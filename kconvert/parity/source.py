@@ -1,0 +1,62 @@
+"""Whether a directory is the source that a manifest names: its files, and its config.
+
+Names, sizes and header digests are in the manifest, so a source of another model or shape is told before anything
+is loaded.  Values are not looked at: that the same headers hold other weights shows when the two are compared.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kconvert.checkpoint import open_checkpoint
+from kconvert.errors import CheckpointError, UsageError
+from kconvert.manifest import Manifest, sha256_digest
+
+__all__ = ["check_source"]
+
+_FIX = "give the checkpoint that was converted, or leave --source out"
+
+
+def check_source(source: Path, manifest: Manifest) -> None:
+    """Compare the headers of a checkpoint with those that the manifest has.
+
+    Raises:
+        CheckpointError: the source is damaged, or is not the one.
+        UsageError: the converted directory was saved from a model, so its values are no source's.
+    """
+    if manifest.written_by != "apply":
+        raise UsageError(
+            f"the converted directory was written by {manifest.written_by}, its values need not be those of a source",
+            fix="leave --source out",
+        )
+    checkpoint = open_checkpoint(source)
+    expected = {file.name: file for file in manifest.source_files}
+    found = {file.name: file for file in checkpoint.files}
+    where = str(source)
+    if found.keys() != expected.keys():
+        raise CheckpointError(
+            f"not the source: its weights are in {_listed(found)}, converted were {_listed(expected)}",
+            where=where,
+            fix=_FIX,
+        )
+    for name, file in found.items():
+        record = expected[name]
+        if file.size_bytes != record.size_bytes:
+            raise CheckpointError(
+                f"not the source: {name} has {file.size_bytes} bytes, converted were {record.size_bytes}",
+                where=where,
+                fix=_FIX,
+            )
+        if sha256_digest(file.header.raw) != record.header_digest:
+            raise CheckpointError(
+                f"not the source: {name} has other tensors than the file that was converted", where=where, fix=_FIX
+            )
+    if sha256_digest(checkpoint.config_bytes) != manifest.config_digest:
+        raise CheckpointError(
+            "not the source: its config.json is not the one that was converted", where=where, fix=_FIX
+        )
+
+
+def _listed(names: object) -> str:
+    listed = sorted(map(str, names))  # type: ignore[call-overload]
+    return ", ".join(listed[:2]) + (f" and {len(listed) - 2} more" if len(listed) > 2 else "")

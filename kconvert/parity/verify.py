@@ -1,0 +1,147 @@
+"""`verify`: check everything that costs nothing, then run the levels that were asked for.
+
+Before a weight is read: the manifest and the converted files, the source, the device, trust, and whether the model
+fits into memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from kconvert import __version__
+from kconvert.errors import PreflightError, TrustError, UsageError
+from kconvert.kernels.base import DeviceType
+from kconvert.kernels.device import device_reason
+from kconvert.manifest import Manifest, load_manifest
+from kconvert.names import KERNELS_DIR
+from kconvert.parity.job import VerifyJob
+from kconvert.parity.memory import free_bytes, model_bytes
+from kconvert.parity.report import ParityReport
+from kconvert.parity.results import LevelResult
+from kconvert.parity.source import check_source
+
+__all__ = ["LEVELS", "verify"]
+
+
+def _modules(job: VerifyJob) -> LevelResult:
+    from kconvert.parity.modules import compare_modules
+
+    return compare_modules(job)
+
+
+def _logits(job: VerifyJob) -> LevelResult:
+    from kconvert.parity.logits import compare_logits
+
+    return compare_logits(job)
+
+
+LEVELS: Mapping[str, Callable[[VerifyJob], LevelResult]] = {"modules": _modules, "logits": _logits}
+"""Level to the function that runs it, in the order in which they run."""
+
+
+def verify(
+    directory: Path,
+    *,
+    source: Path | None = None,
+    levels: Sequence[str] = ("modules",),
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> ParityReport:
+    """Compare a converted directory with the stock model.
+
+    Args:
+        directory: what `apply` wrote.
+        source: what it was made of; without it the stock weights are taken out of the converted file.
+        levels: of `LEVELS`.
+        device: where both models run, `cpu` or `cuda:1`.
+        trust_remote_code: run the kernel packages and the model code that come with the directories.
+
+    Returns:
+        The report; `failures` is empty where everything holds.
+
+    Raises:
+        UsageError: an unknown level or device, or a source where there can be none.
+        CheckpointError: the converted directory is damaged, or the source is not the one.
+        TrustError: code would run that is not trusted.
+        PreflightError: the model does not fit into memory.
+        LoadError: a model did not load whole.
+    """
+    unknown = [level for level in levels if level not in LEVELS]
+    if unknown or not levels:
+        raise UsageError(
+            f"no level {', '.join(map(repr, unknown)) or 'is given'}", fix=f"levels are {', '.join(LEVELS)}"
+        )
+    manifest = load_manifest(directory)
+    if not any(record.modules for record in manifest.patches):
+        raise UsageError("no module is patched, so there is nothing to verify", where=str(directory))
+    if source is not None:
+        check_source(source, manifest)
+    _check_trust(directory, manifest, trust_remote_code)
+    _check_device(device)
+    _check_memory(directory, manifest, device)
+    from kconvert.runtime.checks import check_files
+
+    check_files(directory, manifest)
+    job = VerifyJob(directory, manifest, source, device, trust_remote_code)
+    results = {name: run(job) for name, run in LEVELS.items() if name in levels}
+    return ParityReport(
+        levels=results,
+        from_source=source is not None,
+        manifest_digest=manifest.digest(),
+        device={"type": device, "name": _device_name(device)},
+        versions=_versions(),
+    )
+
+
+def _check_trust(directory: Path, manifest: Manifest, trust_remote_code: bool) -> None:
+    packages = [record.layout.package for record in manifest.patches if record.layout.package is not None]
+    if packages and not trust_remote_code:
+        raise TrustError(
+            f"kernel package {packages[0].package_id!r} would run code from this directory",
+            where=str(directory / KERNELS_DIR),
+            fix="read it, then pass --trust-remote-code",
+        )
+
+
+def _check_device(device: str) -> None:
+    kind, _, index = device.partition(":")
+    known = [item.value for item in DeviceType]
+    if kind not in known or not (index.isdecimal() or device == kind):
+        raise UsageError(f"unknown device {device!r}", fix=f"one of {', '.join(known)}, with a number as in cuda:1")
+    reason = device_reason(DeviceType(kind))
+    if reason is not None:
+        raise UsageError(f"device {device!r} cannot be used: {reason}", fix="leave --device out to run on the CPU")
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def _check_memory(directory: Path, manifest: Manifest, device: str) -> None:
+    needed, free = model_bytes(manifest), free_bytes(device)
+    if free is not None and needed > free:
+        raise PreflightError(
+            f"the model has {needed / 1e9:.1f} GB of weights, and {free / 1e9:.1f} GB of memory are free; "
+            "models are compared in memory, one at a time, and not offloaded",
+            where=str(directory),
+            fix="verify on a machine with more memory",
+        )
+
+
+def _device_name(device: str) -> str:
+    """The GPU's name; for a CPU its instruction set, on which the rounding of sums depends."""
+    import torch
+
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return str(torch.backends.cpu.get_cpu_capability()) if device == "cpu" else device
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    return {"kconvert": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
