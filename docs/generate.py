@@ -88,7 +88,8 @@ def _takes(spec: LayoutSpec) -> str:
     members = " and ".join(f"the {member} module" for member in spec.members)
     if not spec.takes:
         return f"{members}, whole"
-    return f"of {members} only {', '.join(f'`{name}`' for name in sorted(spec.takes))}"
+    sources = {source.name.partition(".")[0] for rule in spec.rules for source in rule.sources}
+    return f"of {members} only {', '.join(f'`{name}`' for name in sorted(sources))}"
 
 
 def _sources(rule: Rule, members: tuple[str, ...]) -> str:

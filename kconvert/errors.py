@@ -136,3 +136,6 @@ class InterruptedRunError(KconvertError, RuntimeError):
     """The run was stopped by the user."""
 
     exit_code = 130
+
+    def __init__(self) -> None:
+        super().__init__("interrupted", fix="no output was changed")

@@ -11,6 +11,12 @@ from examples import demo
 from kconvert.cli import main as run_kconvert
 
 
+@pytest.fixture(autouse=True)
+def _80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest imports readline, which tells the children of a terminal, xdist's workers, the width of that."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+
 def test_demo_succeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = demo.main(tmp_path)
     text = capsys.readouterr().out

@@ -124,6 +124,7 @@ def test_demo_real(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo_real, "NUM_TOKENS", 8)
+    monkeypatch.setenv("COLUMNS", "80")  # xdist's workers get that of a terminal
     code = demo_real.main(tmp_path, source)
     text = capsys.readouterr().out
     assert code == 0, text

@@ -86,7 +86,8 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def test_there_are_recipes() -> None:
-    assert {"qwen2", "qwen3", "qwen3-fused-norm-mlp", "llama", "mistral", "gemma2", "gemma3", "phi3"} <= RECIPES.keys()
+    promised = {"qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3", "phi3", "granite", "olmo2"}
+    assert RECIPES.keys() == promised | {"qwen3-fused-norm-mlp", "gemma3-vision"}
 
 
 @pytest.mark.parametrize("recipe", list(RECIPES))
@@ -115,7 +116,9 @@ def test_reference_has_the_bits_of_stock_and_kernels_are_near(make: Make, recipe
             continue
         scale = max(1.0, float(expected.abs().max()))
         tolerance = 1e-5 if dtype is torch.float32 else 2e-2
-        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * scale)
+        torch.testing.assert_close(
+            found, expected, rtol=0, atol=tolerance if dtype is torch.float32 else tolerance * scale
+        )
 
 
 def text_modules(model: Any) -> dict[str, nn.Module]:
@@ -169,7 +172,7 @@ def test_greedy_generation_is_the_same(make: Make, recipe: str) -> None:
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if "float32" in name or "shards" in name])
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_saving_gives_the_source_back(make: Make, recipe: str, variant: str, tmp_path: Path) -> None:
-    """Under the names that the tensors have in the model; transformers stores those of Gemma 3 under older ones."""
+    """Under the source's own names; transformers stores the tensors of Gemma 3 under older ones than the model's."""
     case = make(recipe, variant)
     model = case.load()
     model.save_pretrained(tmp_path / "stock")
@@ -178,7 +181,7 @@ def test_saving_gives_the_source_back(make: Make, recipe: str, variant: str, tmp
     assert {part.file_name for part in parts if part.file_name != part.source} == (
         set(before) if recipe == "gemma3-vision" else set()
     )
-    assert read_raw(tmp_path / "stock") == {part.source: before[part.file_name] for part in parts}
+    assert read_raw(tmp_path / "stock") == before
     again = type(case.stock).from_pretrained(tmp_path / "stock", dtype="auto")
     assert torch.equal(logits(again), logits(case.stock))
     model.save_pretrained(tmp_path / "packed", variant="kconvert")

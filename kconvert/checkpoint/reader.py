@@ -10,6 +10,7 @@ Names are checked as text and links are followed, so a snapshot in the Hub cache
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ _EXPLICIT_KEY = "transformers_weights"
 MAX_CONFIG_BYTES = 64 * 1024 * 1024
 _PICKLE_SUFFIXES = (".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _FOREIGN_SUFFIXES = (".gguf", ".h5", ".msgpack", ".ot", ".onnx", ".npz")
+_HUB_NAME = re.compile(r"[a-z0-9][\w.-]*/[\w.-]+", re.ASCII | re.IGNORECASE)
 _DOWNLOAD = "download the checkpoint again"
 _CONVERT = (
     "write safetensors first, where the file is trusted: "
@@ -130,7 +132,10 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
 def _top_level_names(model_dir: Path) -> frozenset[str]:
     if not model_dir.is_dir():
         what = "is not a directory" if os.path.lexists(model_dir) else "no such directory"
-        raise CheckpointError(what, where=str(model_dir), fix="give the folder that holds config.json and the weights")
+        fix = "give the folder that holds config.json and the weights"
+        if _HUB_NAME.fullmatch(str(model_dir)) and not os.path.lexists(model_dir.parent):
+            fix = f"download a model from the Hub first (`hf download {model_dir}`) and give the folder that it prints"
+        raise CheckpointError(what, where=str(model_dir), fix=fix)
     try:
         return frozenset(path.name for path in model_dir.iterdir())
     except OSError as error:

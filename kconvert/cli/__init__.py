@@ -20,5 +20,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
-        sys.stderr.write("kconvert: error: interrupted\n")
+        sys.stderr.write(f"kconvert: error: {InterruptedRunError()}\n")
         return InterruptedRunError.exit_code

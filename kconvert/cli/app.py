@@ -16,7 +16,7 @@ from kconvert.cli.apply import apply_command
 from kconvert.cli.doctor import doctor_command
 from kconvert.cli.inspect import inspect_command
 from kconvert.cli.list_kernels import list_kernels_command
-from kconvert.cli.output import note, print_json, warn
+from kconvert.cli.output import note, print_json, printable, warn
 from kconvert.cli.plan import plan_command
 from kconvert.cli.verify import verify_command
 from kconvert.errors import InterruptedRunError, KconvertError, one_line
@@ -25,10 +25,11 @@ __all__ = ["app", "run"]
 
 EXIT_CODES = """\
 Exit codes: 0 ok; 1 unexpected; 2 usage, or the output equals or lies inside the source; 3 recipe (unknown
-kernel ID, no match, wrong class or model type); 4 source checkpoint (missing member, damaged, already
-converted, shape mismatch, pickle); 5 verification failed; 6 preflight (disk); 7 output exists, is locked, or
-a resume is refused; 8 kernel or trust refused, changed digest; 130 interrupted.
+kernel ID, no match, wrong class or model type); 4 checkpoint, source or converted (missing member, damaged,
+already converted, shape mismatch, pickle); 5 verification failed; 6 preflight (disk or memory); 7 output exists,
+is locked, or a resume is refused; 8 kernel or trust refused, changed digest; 130 interrupted.
 """
+SEE_EXIT_CODES = "Exit codes: see kconvert --help."
 
 app = typer.Typer(
     name="kconvert",
@@ -39,12 +40,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("apply", epilog=EXIT_CODES)(apply_command)
-app.command("plan", epilog=EXIT_CODES)(plan_command)
-app.command("inspect", epilog=EXIT_CODES)(inspect_command)
-app.command("verify", epilog=EXIT_CODES)(verify_command)
-app.command("list-kernels", epilog=EXIT_CODES)(list_kernels_command)
-app.command("doctor", epilog=EXIT_CODES)(doctor_command)
+app.command("apply", epilog=SEE_EXIT_CODES)(apply_command)
+app.command("plan", epilog=SEE_EXIT_CODES)(plan_command)
+app.command("inspect", epilog=SEE_EXIT_CODES)(inspect_command)
+app.command("verify", epilog=SEE_EXIT_CODES)(verify_command)
+app.command("list-kernels", epilog=SEE_EXIT_CODES)(list_kernels_command)
+app.command("doctor", epilog=SEE_EXIT_CODES)(doctor_command)
 
 
 @app.callback(invoke_without_command=True)
@@ -63,6 +64,7 @@ def _root(
 def run(argv: Sequence[str]) -> int:
     """Run the command line with these arguments, print what goes wrong, and return the exit code."""
     arguments = list(argv)
+    _open_closed_streams()
     shown = warnings.showwarning
     warnings.showwarning = _show_warning
     try:
@@ -79,7 +81,7 @@ def run(argv: Sequence[str]) -> int:
         return 1
     except Exception as error:
         if hasattr(error, "format_message"):  # click's usage errors; typer may carry a click of its own
-            return _fail(arguments, f"{error.format_message()} `kconvert --help` shows the usage.", 2)
+            return _fail(arguments, _usage_line(error), 2)
         if os.environ.get("KCONVERT_TRACEBACK") == "1":
             raise
         line = f"unexpected {one_line(error)}; this is a fault in kconvert, KCONVERT_TRACEBACK=1 shows where"
@@ -88,13 +90,27 @@ def run(argv: Sequence[str]) -> int:
         warnings.showwarning = shown
 
 
+def _usage_line(error: Any) -> str:
+    """click's sentence, and where the usage is shown: of the command, where one was reached."""
+    text = " ".join(error.format_message().split())
+    command = error.ctx.command_path if error.ctx is not None else "kconvert"
+    return f"{text.rstrip('.')}{'' if text.endswith('?') else ';'} `{command} --help` shows the usage"
+
+
 def _interrupted(arguments: Sequence[str]) -> int:
-    error = InterruptedRunError("interrupted", fix="the output is as it was before")
+    error = InterruptedRunError()
     return _fail(arguments, str(error), error.exit_code)
 
 
+def _open_closed_streams() -> None:
+    """Give a process that was started without stdout or stderr (`2>&-`) streams that lead nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115 - lives with the process
+
+
 def _fail(arguments: Sequence[str], message: str, code: int, details: Mapping[str, Any] | None = None) -> int:
-    note(f"kconvert: error: {message}")
+    note(printable(f"kconvert: error: {message}"))  # names out of foreign files must not drive the terminal
     if "--json" in arguments:
         print_json({**(details or {}), "error": message, "exit_code": code})
     return code

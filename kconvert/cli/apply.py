@@ -9,8 +9,8 @@ import typer
 
 from kconvert.cli.backends import prepare_torch
 from kconvert.cli.options import Json, ModelDir, NoModelCheck, RecipeName, TrustRemoteCode, complete_path
-from kconvert.cli.output import foreign_output_apart, format_bytes, note, print_json, print_text, printable, warn
-from kconvert.cli.plan import show_plan
+from kconvert.cli.output import foreign_output_apart, format_bytes, note, print_json, print_text, warn
+from kconvert.cli.plan import checking, show_plan
 from kconvert.cli.progress import Progress
 from kconvert.cli.summary import print_summary
 from kconvert.convert import ApplyResult, Prepared, apply_recipe, default_output, prepare
@@ -55,15 +55,14 @@ def apply_command(
     """
     if not no_model_check:
         prepare_torch()
-    checking = f"checking {printable(model_dir.name or str(model_dir))} for recipe {printable(recipe)}"
     if dry_run:
         target = output if output is not None else default_output(model_dir)
         check_output(target, source=model_dir, overwrite=overwrite)
-        with Progress(checking, quiet=quiet), foreign_output_apart(quiet=quiet):
+        with Progress(checking(recipe, model_dir), quiet=quiet), foreign_output_apart(quiet=quiet):
             prepared = prepare(recipe, model_dir, model_check=not no_model_check, trust_remote_code=trust_remote_code)
         show_plan(prepared, as_json=json)
         return
-    with Progress(checking, quiet=quiet) as progress, foreign_output_apart(quiet=quiet):
+    with Progress(checking(recipe, model_dir), quiet=quiet) as progress, foreign_output_apart(quiet=quiet):
 
         def prepared_to_write(prepared: Prepared, job: Job) -> None:
             _announce(prepared, job, quiet=quiet)

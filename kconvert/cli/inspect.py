@@ -15,10 +15,16 @@ from typing import Annotated, Any
 
 import typer
 
-from kconvert.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_header
-from kconvert.checkpoint.header import parse_json_object
-from kconvert.checkpoint.index import read_bounded
-from kconvert.checkpoint.reader import MAX_CONFIG_BYTES, quantization_of
+from kconvert.checkpoint import (
+    MAX_CONFIG_BYTES,
+    Checkpoint,
+    TensorEntry,
+    open_checkpoint,
+    parse_json_object,
+    quantization_of,
+    read_bounded,
+    read_header,
+)
 from kconvert.cli.inspect_view import show_converted, show_source
 from kconvert.cli.options import Json, complete_path
 from kconvert.cli.output import print_json, shell_quote, warn
@@ -28,7 +34,7 @@ from kconvert.kernels.specs import layout_specs
 from kconvert.manifest import Manifest, PatchRecord, load_manifest, sha256_digest
 from kconvert.names import CONFIG_NAME, MANIFEST_NAME
 from kconvert.plan import StoredTensor, find_packable, group_tensors, size_by_dtype
-from kconvert.recipe import load_recipe, shipped_recipes
+from kconvert.recipe import recipes_for
 
 __all__ = ["converted_value", "inspect_command", "source_value"]
 
@@ -92,11 +98,8 @@ def _file_sizes(checkpoint: Checkpoint) -> dict[str, int]:
 
 def _fitting_recipes(model_type: str | None, model_dir: Path) -> list[dict[str, str]]:
     """The shipped recipes for a model type, each with the command that tries it."""
-    return [
-        {"name": name, "command": f"kconvert plan {name} {shell_quote(str(model_dir))}"}
-        for name, path in shipped_recipes().items()
-        if model_type in load_recipe(path).model_type
-    ]
+    names = () if model_type is None else recipes_for(model_type)
+    return [{"name": name, "command": f"kconvert plan {name} {shell_quote(str(model_dir))}"} for name in names]
 
 
 def converted_value(directory: Path) -> dict[str, Any]:

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from textwrap import wrap
 from typing import Any
 
-from kconvert.cli.output import format_bytes, make_console, print_table, print_text, printable, shell_quote
+from kconvert.cli.output import (
+    command_lines,
+    format_bytes,
+    make_console,
+    print_folded,
+    print_table,
+    print_text,
+    printable,
+    shell_quote,
+)
 from kconvert.cli.plan import braced
 
 __all__ = ["show_converted", "show_source"]
 
 _MOST_SHAPES = 3
 _COLUMNS = ("name", "count", "shape", "dtype", "size")
-_GAP = 3  # blanks between two columns of a table
 
 
 def show_source(value: dict[str, Any]) -> None:
@@ -27,18 +34,18 @@ def show_source(value: dict[str, Any]) -> None:
     _show_tensors(value)
     print_text("What could be packed")
     if value["names_unsettled"]:
-        _say(f"{value['names_unsettled']}: modules may have other names than shown here", indent=2)
+        print_folded(f"{value['names_unsettled']}: modules may have other names than shown here", indent=2)
     for found in value["packable"]:
         _show_packable(found)
     if not value["packable"]:
-        _say("nothing that a layout of this version joins", indent=2)
+        print_folded("nothing that a layout of this version joins", indent=2)
     print_text("")
     print_text("Recipes that fit")
     for recipe in value["recipes"]:
         _show_command(recipe["name"], value["path"])
     if not value["recipes"]:
         kind = f"model type {value['model_type']}" if value["model_type"] else "config.json, which names no model_type"
-        _say(f"none that comes with kconvert is for {kind}", indent=2)
+        print_folded(f"none that comes with kconvert is for {kind}; docs/recipe.md shows how to draft one", indent=2)
 
 
 def show_converted(value: dict[str, Any]) -> None:
@@ -60,9 +67,9 @@ def show_converted(value: dict[str, Any]) -> None:
     print_text("")
     _show_tensors(value)
     if value["carried"]:
-        _say(f"carried along without a place in the model: {', '.join(value['carried'])}")
+        print_folded(f"carried along without a place in the model: {', '.join(value['carried'])}")
     for item in value["omitted"]:
-        _say(f"left out: {item['name']} ({item['reason']})")
+        print_folded(f"left out: {item['name']} ({item['reason']})")
 
 
 def _show_head(title: str, value: dict[str, Any], more: Sequence[tuple[str, str]]) -> None:
@@ -81,16 +88,12 @@ def _show_head(title: str, value: dict[str, Any], more: Sequence[tuple[str, str]
     ]
     print_text(title)
     for name, text in rows:
-        _say(text, first=f"  {name:<17}", indent=19)
+        print_folded(text, first=f"  {name:<17}", indent=19)
     print_text("")
 
 
 def _show_tensors(value: dict[str, Any]) -> None:
-    rows = _tensor_rows(value["tensors"])
-    others = [max(len(line) for row in [_COLUMNS, *rows] for line in row[place].split("\n")) for place in range(1, 5)]
-    width = _width() - sum(others) - _GAP * len(_COLUMNS)
-    folded = [("\n".join(_folded_name(name, width)), *rest) for name, *rest in rows]
-    print_table("Tensors", _COLUMNS, folded, right=("count", "size"))
+    print_table("Tensors", _COLUMNS, _tensor_rows(value["tensors"]), right=("count", "size"), names="name")
 
 
 def _tensor_rows(groups: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -119,17 +122,6 @@ def _tensor_rows(groups: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _folded_name(name: str, width: int) -> list[str]:
-    """A dotted name in lines of `width`, broken after dots; a segment that is wider is left to the table."""
-    lines = [""]
-    for number, segment in enumerate(name.split(".")):
-        piece = segment if number == 0 else f".{segment}"
-        if number and len(lines[-1]) + len(piece) > width:
-            lines.append("    ")
-        lines[-1] += piece
-    return lines
-
-
 def _split(name: str) -> tuple[str, str]:
     """`model.layers.*.mlp.weight` as `model.layers.*` and `mlp.weight`; no head where there is no number."""
     parts = name.split(".")
@@ -140,15 +132,15 @@ def _split(name: str) -> tuple[str, str]:
 def _show_packable(found: dict[str, Any]) -> None:
     count, size = _count(len(found["paths"]), "module"), format_bytes(found["size_bytes"])
     state = {"ready": size, "already packed": f"{size}, already packed", "refused": f"{size}, cannot be packed"}
-    _say(f"{found['layout']}  {found['modules']}  ({count}, {state[found['state']]})", indent=2, hang=4)
+    print_folded(f"{found['layout']}  {found['modules']}  ({count}, {state[found['state']]})", indent=2, hang=4)
     if found["reason"]:
-        _say(found["reason"], indent=6)
+        print_folded(found["reason"], indent=6)
         for paths in braced(found["paths"]):
-            _say(f"in {paths}", indent=6)
+            print_folded(f"in {paths}", indent=6)
         return
     for join in found["joins"]:
         if found["state"] == "ready":
-            _say(f"{' + '.join(join['sources'])} -> {join['target']}", indent=6)
+            print_folded(f"{' + '.join(join['sources'])} -> {join['target']}", indent=6)
 
 
 def _show_patch(patch: dict[str, Any]) -> None:
@@ -156,41 +148,24 @@ def _show_patch(patch: dict[str, Any]) -> None:
     share = "all" if patch["packed_bytes"] == patch["size_bytes"] else format_bytes(patch["packed_bytes"])
     packed = f", {share} of it packed" if patch["packed_bytes"] else ""
     kind = "fusion, " if patch["kind"] == "fuse" else ""
-    _say(f"{patch['layout']}, version {patch['layout_version']}  ({kind}{count}, {size}{packed})", indent=2, hang=4)
+    print_folded(
+        f"{patch['layout']}, version {patch['layout_version']}  ({kind}{count}, {size}{packed})", indent=2, hang=4
+    )
     for pattern in patch["patterns"]:
-        _say(f"{pattern['class']} at {pattern['path']}", indent=6)
-    _say(f"kernels: {', '.join(patch['kernels'])}", indent=6, hang=8)
+        print_folded(f"{pattern['class']} at {pattern['path']}", indent=6)
+    print_folded(f"kernels: {', '.join(patch['kernels'])}", indent=6, hang=8)
     if patch["package"]:
         package = patch["package"]
         commit = f", commit {package['commit']}" if package["commit"] else ""
-        _say(f"package: {package['package_id']}{commit}", indent=6, hang=8)
-        _say(package["digest"], indent=8)
+        print_folded(f"package: {package['package_id']}{commit}", indent=6, hang=8)
+        print_folded(package["digest"], indent=8)
 
 
 def _count(number: int, word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
-def _say(text: str, *, first: str | None = None, indent: int = 0, hang: int | None = None) -> None:
-    """Print text folded at the width of the terminal; `first` stands before it in place of `indent` blanks."""
-    lines = wrap(
-        printable(text),
-        _width(),
-        initial_indent=" " * indent if first is None else first,
-        subsequent_indent=" " * (indent if hang is None else hang),
-        break_on_hyphens=False,
-    )
-    for line in lines:
-        print_text(line)
-
-
 def _show_command(recipe: str, path: str) -> None:
-    """The command that tries a recipe; on two lines where one is too narrow."""
-    words = [f"  kconvert plan {recipe}", shell_quote(path)]
-    line = " ".join(words)
-    for shown in [line] if len(line) <= _width() else [f"{words[0]} \\", f"      {words[1]}"]:
-        print_text(shown)
-
-
-def _width() -> int:
-    return make_console(sys.stdout).width
+    """The command that tries a recipe."""
+    for line in command_lines([f"kconvert plan {recipe}", shell_quote(path)], make_console(sys.stdout).width):
+        print_text(line)

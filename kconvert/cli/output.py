@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 from typing import Any, TextIO
 
 from rich import box
@@ -16,12 +17,14 @@ from rich.table import Table
 
 __all__ = [
     "can_redraw",
+    "command_lines",
     "foreign_output_apart",
     "format_bytes",
     "format_duration",
     "format_share",
     "make_console",
     "note",
+    "print_folded",
     "print_json",
     "print_table",
     "print_text",
@@ -29,6 +32,11 @@ __all__ = [
     "shell_quote",
     "warn",
 ]
+
+_GAP = 3
+"""Blanks between two columns of a table."""
+_HANG = "  "
+"""Before what goes on with the line above it."""
 
 
 @contextlib.contextmanager
@@ -48,7 +56,7 @@ def note(message: str) -> None:
 
 def warn(message: str) -> None:
     """A warning, on one line."""
-    note(f"kconvert: warning: {' '.join(message.split())}")
+    note(printable(f"kconvert: warning: {' '.join(message.split())}"))
 
 
 def print_json(value: Any) -> None:
@@ -64,6 +72,26 @@ def print_text(text: str) -> None:
         print(text.encode("ascii", "backslashreplace").decode(), flush=True)
 
 
+def print_folded(text: str, *, first: str | None = None, indent: int = 0, hang: int | None = None) -> None:
+    """Print text folded at the width of the terminal.
+
+    Args:
+        text: what a terminal should not get is escaped.
+        first: stands before the text in place of `indent` blanks.
+        indent: blanks before each line.
+        hang: blanks before each line but the first; as many as `indent` if left out.
+    """
+    lines = wrap(
+        printable(text),
+        make_console(sys.stdout).width,
+        initial_indent=" " * indent if first is None else first,
+        subsequent_indent=" " * (indent if hang is None else hang),
+        break_on_hyphens=False,
+    )
+    for line in lines:
+        print_text(line)
+
+
 def print_table(
     title: str,
     columns: Sequence[str],
@@ -71,15 +99,59 @@ def print_table(
     *,
     right: Sequence[str] = (),
     whole: Sequence[str] = (),
+    names: str | None = None,
 ) -> None:
-    """A table on stdout.  Cells are folded, never cut; those of columns named in `right` and `whole` stay on one line."""
+    """A table on stdout.  Cells are folded, never cut.
+
+    Args:
+        title: stands above it.
+        columns: the heads.
+        rows: a cell for each column.
+        right: columns that stand at the right edge and are not folded.
+        whole: columns that are not folded.
+        names: a column of dotted names, folded at dots alone where there is room for that.
+    """
+    console, unfolded = make_console(sys.stdout), {*right, *whole}
+    if names is not None:
+        place = columns.index(names)
+        width, fits = _names_width([columns, *rows], place, console.width, {columns.index(head) for head in unfolded})
+        rows = [[*row[:place], _folded_names(row[place], width), *row[place + 1 :]] for row in rows]
+        unfolded |= {names} if fits else set()
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         justify = "right" if column in right else "left"
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=column in (*right, *whole))  # type: ignore[arg-type]
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column in unfolded)  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*row)
-    make_console(sys.stdout).print(table)
+    console.print(table)
+
+
+def _names_width(cells: Sequence[Sequence[str]], place: int, width: int, unfolded: set[int]) -> tuple[int, bool]:
+    """Columns for dotted names in a table of `width`, and whether no segment is wider than these.
+
+    Where the other columns leave too little, those of them that may be folded are.
+    """
+    room = width - _GAP * len(cells[0]) + 1
+    others = [number for number in range(len(cells[0])) if number != place]
+    wide = {number: max(len(line) for row in cells for line in row[number].split("\n")) for number in others}
+    least = {number: max((len(word) for row in cells for word in row[number].split()), default=0) for number in others}
+    needed = max(len(piece) for row in cells for piece in _folded_names(row[place], 0).split("\n"))
+    most = room - sum(wide[number] if number in unfolded else least[number] for number in others)
+    return max(room - sum(wide.values()), min(most, needed), 1), needed <= most
+
+
+def _folded_names(text: str, width: int) -> str:
+    """Lines of dotted names in lines of `width`, broken before dots; a segment that is wider is left to the table."""
+    lines = []
+    for name in text.split("\n"):
+        line, *pieces = name.replace(".", "\n.").split("\n")
+        for piece in pieces:
+            if len(line) + len(piece) > width:
+                lines.append(line)
+                line = _HANG
+            line += piece
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def make_console(file: TextIO) -> Console:
@@ -123,6 +195,16 @@ def shell_quote(path: str) -> str:
         return shlex.quote(word)
     shown = "".join(chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in _escaped(os.fsencode(word)))
     return f"$'{shown}'"
+
+
+def command_lines(parts: Sequence[str], width: int) -> list[str]:
+    """A command, indented, on one line where it fits, else with a line for each part."""
+    whole = _HANG + " ".join(parts)
+    if len(whole) <= width:
+        return [whole]
+    first, *rest = parts
+    lines = [_HANG + first, *(2 * _HANG + part for part in rest)]
+    return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]
 
 
 def _escaped(data: bytes) -> bytes:

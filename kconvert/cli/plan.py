@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from kconvert.cli.backends import prepare_torch
 from kconvert.cli.options import Json, ModelDir, NoModelCheck, RecipeName, TrustRemoteCode
-from kconvert.cli.output import foreign_output_apart, format_bytes, print_json, print_table, print_text, warn
-from kconvert.convert import Prepared, prepare
+from kconvert.cli.output import (
+    command_lines,
+    foreign_output_apart,
+    format_bytes,
+    make_console,
+    print_json,
+    print_table,
+    print_text,
+    printable,
+    shell_quote,
+    warn,
+)
+from kconvert.cli.progress import Progress
+from kconvert.convert import Prepared, default_output, prepare
+from kconvert.errors import UsageError
 from kconvert.names import starred
 from kconvert.plan import explain_plan
 
-__all__ = ["braced", "plan_command", "plan_value", "show_plan"]
+__all__ = ["braced", "checking", "plan_command", "plan_value", "show_plan"]
 
 
 def plan_command(
@@ -26,9 +40,33 @@ def plan_command(
     """Show what `apply` would do; writes nothing."""
     if not no_model_check:
         prepare_torch()
-    with foreign_output_apart():
+    with Progress(checking(recipe, model_dir)), foreign_output_apart():
         prepared = prepare(recipe, model_dir, model_check=not no_model_check, trust_remote_code=trust_remote_code)
     show_plan(prepared, as_json=json)
+    if not json:
+        _print_next(recipe, model_dir, prepared)
+
+
+def checking(recipe: str, model_dir: Path) -> str:
+    """What is shown while a conversion is prepared."""
+    return f"checking {printable(model_dir.name or str(model_dir))} for recipe {printable(recipe)}"
+
+
+def _print_next(recipe: str, model_dir: Path, prepared: Prepared) -> None:
+    """The command that does what was shown; where `apply` has no output of its own to choose, one is to be named."""
+    command = [f"kconvert apply {shell_quote(recipe)}", shell_quote(str(model_dir))]
+    try:
+        default_output(model_dir)
+    except UsageError:
+        command.append("-o OUTPUT")
+    if not prepared.manifest.model_checked:
+        command.append("--no-model-check")
+    if prepared.resolved.packages:
+        command.append("--trust-remote-code")
+    print_text("")
+    print_text("Convert it")
+    for line in command_lines(command, make_console(sys.stdout).width):
+        print_text(line)
 
 
 def show_plan(prepared: Prepared, *, as_json: bool) -> None:
@@ -39,7 +77,7 @@ def show_plan(prepared: Prepared, *, as_json: bool) -> None:
     if as_json:
         print_json(value)
         return
-    print_table("Patches", ("path", "class", "layout", "modules"), list(_patch_rows(value)), right=("modules",))
+    print_table("Patches", ("path", "class", "layout", "modules"), _patch_rows(value), right=("modules",), names="path")
     print_text("Matched")
     for line in _trace_lines(value):
         print_text(f"  {line}")

@@ -13,9 +13,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kconvert.cli.output import format_bytes, format_duration, make_console, note, printable, shell_quote
+from kconvert.cli.output import (
+    command_lines,
+    format_bytes,
+    format_duration,
+    make_console,
+    note,
+    printable,
+    shell_quote,
+)
 from kconvert.convert import ApplyResult
-from kconvert.manifest import Manifest
 from kconvert.plan import Plan
 
 __all__ = ["print_summary"]
@@ -54,7 +61,7 @@ def _print_next(result: ApplyResult, model_dir: Path, console: Console) -> None:
     if result.prepared.resolved.packages:
         command, argument = [*command, "--trust-remote-code"], ", trust_remote_code=True"
     console.print(Text("Check it", style="bold"))
-    for line in _command_lines(command, console.width):
+    for line in command_lines(command, console.width):
         note(line)
     console.print(Text("Load it, in Python", style="bold"))
     note(f"{_INDENT}model = kconvert.load_converted({str(result.output)!r}{argument})\n")
@@ -78,8 +85,12 @@ def _figures(result: ApplyResult) -> Iterator[tuple[str, str]]:
     manifest = result.prepared.manifest
     copied, packed = format_bytes(result.bytes_copied), format_bytes(result.bytes_transformed)
     yield "weights", f"{copied} as they are, {packed} packed"
-    yield "carried", _carried(manifest)
-    yield "left out", _listed([item.name for item in manifest.omitted], "file")
+    if not manifest.model_checked:
+        yield "carried", "not known without the model check"
+    elif manifest.carried:
+        yield "carried", _listed(manifest.carried, "tensor")
+    if manifest.omitted:
+        yield "left out", _listed([item.name for item in manifest.omitted], "file")
     stages = ("check", result.check_seconds), ("copy", result.copy_seconds), ("sync", result.sync_seconds)
     split = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in stages)
     yield "time", f"{_seconds(result.total_seconds)}: {split}"
@@ -87,29 +98,11 @@ def _figures(result: ApplyResult) -> Iterator[tuple[str, str]]:
     yield "output", printable(str(result.output))
 
 
-def _carried(manifest: Manifest) -> str:
-    if not manifest.model_checked:
-        return "not known without the model check"
-    return _listed(manifest.carried, "tensor")
-
-
 def _listed(names: Sequence[str], noun: str) -> str:
-    """`none`, `1 file: a`, `7 files, e.g. a`."""
-    if not names:
-        return "none"
+    """`1 file: a`, `7 files, e.g. a`."""
     first = printable(names[0])
     return f"1 {noun}: {first}" if len(names) == 1 else f"{len(names)} {noun}s, e.g. {first}"
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
-
-
-def _command_lines(parts: Sequence[str], width: int) -> list[str]:
-    """A command on one line where it fits, else with a line for each part."""
-    whole = _INDENT + " ".join(parts)
-    if len(whole) <= width:
-        return [whole]
-    first, *rest = parts
-    lines = [_INDENT + first, *(2 * _INDENT + part for part in rest)]
-    return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]

@@ -9,7 +9,15 @@ import typer
 
 from kconvert.cli.backends import prepare_torch
 from kconvert.cli.options import Json, complete_path
-from kconvert.cli.output import foreign_output_apart, note, print_json, print_table, print_text, printable, warn
+from kconvert.cli.output import (
+    foreign_output_apart,
+    note,
+    print_folded,
+    print_json,
+    print_table,
+    printable,
+    warn,
+)
 from kconvert.cli.progress import Progress
 from kconvert.errors import VerificationError
 from kconvert.names import PARITY_NAME, starred
@@ -44,8 +52,8 @@ def verify_command(
         typer.Option(
             "--source",
             metavar="DIR",
-            help="The checkpoint that was converted.  Without it the stock weights are taken out of CONVERTED, and "
-            "its bytes are compared with nothing.",
+            help="The checkpoint that was converted.  Without it the stock weights come from CONVERTED itself.  "
+            "Tensors outside the patched modules are in neither case compared one by one.",
             autocompletion=complete_path,
         ),
     ] = None,
@@ -84,10 +92,11 @@ def verify_command(
     _keep(report, converted)
     if not json:
         _show(report)
-    if not report.from_source:
+    if report.from_source:
+        note("kconvert: tensors outside the patched modules are not compared one by one")
+    else:
         note(
-            "kconvert: the stock weights were taken out of the converted file, so its bytes are not compared with "
-            "any source; --source DIR does that"
+            "kconvert: stock weights come from the converted directory itself; --source DIR compares with the checkpoint"
         )
     if report.failures:
         raise _error(report)
@@ -95,14 +104,16 @@ def verify_command(
         print_json(report.to_json())
         return
     for result in report.levels.values():
-        print_text(f"OK: {_verdict(result)}.")
+        print_folded(f"OK: {_verdict(result)}.")
 
 
 def _keep(report: ParityReport, directory: Path) -> None:
     try:
-        write_report(report, directory)
+        path = write_report(report, directory)
     except OSError as error:
         warn(f"{PARITY_NAME} cannot be written ({error.strerror or error}); going on without it")
+    else:
+        note(f"kconvert: the report is in {printable(str(path))}")
 
 
 def _error(report: ParityReport) -> VerificationError:
@@ -115,9 +126,24 @@ def _verdict(result: ModulesLevel | LogitsLevel) -> str:
     if isinstance(result, LogitsLevel):
         run = [item.dtype for item in result.results if item.verdict is not Verdict.NOT_RUN]
         return f"the logits agree in {' and '.join(dict.fromkeys(run))}"
-    unproven = len(result.modules) - result.num_proven
-    text = f"{result.num_proven} of {len(result.modules)} patched modules agree"
-    return f"{text} ({unproven} were not compared)" if unproven else text
+    total, unshown = len(result.modules), result.unshown
+    missed = total - result.num_reached
+    parts = [f"{total - len(unshown) - missed} of {total} patched modules agree"]
+    if unshown:
+        dtypes = dict.fromkeys(dtype for module in unshown for dtype in module.unshown_dtypes)
+        everywhere = all(set(module.unshown_dtypes) == set(_compared_dtypes(module)) for module in unshown)
+        where = "any dtype" if everywhere else " or ".join(dtypes)
+        example = f"{'' if len(unshown) == 1 else 'e.g. '}{printable(unshown[0].path)}"
+        parts.append(f"{len(unshown)} could not be shown in {where} ({example})")
+    if missed:
+        parts.append(f"{missed} {'was' if missed == 1 else 'were'} not compared")
+    return "; ".join(parts)
+
+
+def _compared_dtypes(*modules: ModuleResult) -> list[str]:
+    """The dtypes in which something was compared."""
+    found = [item for module in modules for item in module.results if item.verdict is not Verdict.NOT_RUN]
+    return list(dict.fromkeys(item.dtype for item in found))
 
 
 def _show(report: ParityReport) -> None:
@@ -134,13 +160,14 @@ def _show_modules(level: ModulesLevel, title: str) -> None:
     groups: dict[tuple[str, ...], list[ModuleResult]] = {}
     for module in level.modules:
         groups.setdefault(tuple(map(starred, module.paths)), []).append(module)
-    rows = [row for paths, modules in groups.items() for row in _group_rows(" + ".join(paths), modules)]
-    print_table(title, ("modules", "n", "runs", "difference"), rows, right=("n",), whole=("runs", "difference"))
-    dtypes = ", ".join(dict.fromkeys(result.dtype for module in level.modules for result in module.results))
+    rows = [row for paths, modules in groups.items() for row in _group_rows("\n+ ".join(paths), modules)]
+    columns = ("modules", "n", "runs", "difference")
+    print_table(title, columns, rows, right=("n",), whole=("runs",), names="modules")
+    dtypes = ", ".join(_compared_dtypes(*level.modules))
     if dtypes:
-        print_text(f"In {dtypes}; shares of the largest stock value.")
+        print_folded(f"Compared in {dtypes}; a difference is a share of the largest stock value.")
     if level.stopped is not None:
-        print_text(f"The stock model does not run: {level.stopped}")
+        print_folded(f"The stock model does not run: {level.stopped}")
 
 
 def _group_rows(path: str, modules: list[ModuleResult]) -> list[tuple[str, ...]]:
@@ -164,24 +191,24 @@ def _group_rows(path: str, modules: list[ModuleResult]) -> list[tuple[str, ...]]
 def _cell(result: Result) -> str:
     """The difference beside its limit, and the dtype below."""
     if result.verdict is Verdict.EQUAL:
-        return "equal bit for bit"
+        return Verdict.EQUAL.value
     if result.verdict is Verdict.NO_PROOF:
         return f"no proof: all zero\nor NaN, {result.dtype}"
-    shown = "not comparable" if result.difference is None else f"{result.difference:.1e} of {result.limit:.1e}"
-    return f"{shown}\n{'FAILED in ' if result.verdict is Verdict.FAILED else ''}{result.dtype}"
+    shown = "not comparable" if result.difference is None else f"{result.difference:.1e}, allowed {result.limit:.2g}"
+    return f"{shown}\n{'FAILED ' if result.verdict is Verdict.FAILED else ''}in {result.dtype}"
 
 
 def _show_logits(level: LogitsLevel, title: str) -> None:
     run = [item for item in level.results if item.verdict is not Verdict.NOT_RUN]
-    columns = ("dtype", "kernels", "largest", "mean", "of", "KL", "top-1", "")
+    columns = ("dtype", "kernels", "largest", "mean", "largest\nstock", "KL", "top-1", "")
     print_table(title, columns, [_logits_row(item) for item in run], right=columns[2:7], whole=("dtype", "kernels"))
     if run:
-        print_text("Absolute differences of logits, beside the largest stock logit; KL in nats.")
+        print_folded("Absolute differences of logits, beside the largest stock logit; KL in nats.")
     for item in level.results:
         if item.verdict is Verdict.NOT_RUN:
-            print_text(f"{item.dtype}, {item.kernels}: not run: {item.reason}")
+            print_folded(f"{item.dtype}, {item.kernels}: not run: {item.reason}")
     if level.stopped is not None:
-        print_text(f"Nothing was compared: {level.stopped}")
+        print_folded(f"Nothing was compared: {level.stopped}")
 
 
 def _logits_row(item: LogitsResult) -> tuple[str, ...]:

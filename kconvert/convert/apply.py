@@ -14,7 +14,7 @@ from kconvert.convert.prepare import Prepared, prepare
 from kconvert.errors import UsageError
 from kconvert.names import CONFIG_NAME, INDEX_NAME, KERNELS_DIR, MANIFEST_NAME, SINGLE_NAME, SOURCE_HEADERS_NAME
 from kconvert.plan import OutputShard, Part, Step
-from kconvert.rewrite import Conversion, Copy, Extent, Job, OutputFile, check_output, rewrite
+from kconvert.rewrite import Cast, Copy, Extent, Job, OutputFile, check_output, rewrite
 
 __all__ = ["ApplyResult", "apply_recipe", "default_output"]
 
@@ -124,5 +124,5 @@ def _output_file(shard: OutputShard, paths: dict[str, Path]) -> OutputFile:
 
 
 def _extent(step: Step, part: Part, path: Path) -> Extent:
-    conversion = None if part.dtype == step.dtype else Conversion(part.dtype, step.dtype)
-    return Extent(path, part.offset, part.size_bytes, conversion)
+    cast = None if part.dtype == step.dtype else Cast(part.dtype, step.dtype)
+    return Extent(path, part.offset, part.size_bytes, cast)

@@ -161,7 +161,7 @@ def draft_recipe(model: Any, *, name: str | None = None) -> DraftRecipe:
 def _try_layout(model: Any, spec: LayoutSpec) -> Iterator[_Place]:
     """Every module with the structure of the layout, in the order of the model."""
     from kconvert.kernels.assign import load_layout
-    from kconvert.kernels.live import qualify
+    from kconvert.kernels.qualify import qualify
 
     layout = load_layout(spec.name)
     if layout is None:

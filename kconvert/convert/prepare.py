@@ -104,4 +104,5 @@ def prepare(
 def _other_recipe(model_type: str) -> str:
     """The way out of a recipe for another model type."""
     names = recipes_for(model_type)
-    return f"use {' or '.join(names)}" if names else "no shipped recipe is for it; write one, see docs/recipe.md"
+    drafted = "no shipped recipe is for it: kconvert.convert.draft_recipe(model).to_yaml() drafts one"
+    return f"use {' or '.join(names)}" if names else drafted

@@ -110,7 +110,8 @@ def rounding_warnings(plan: Plan) -> tuple[str, ...]:
         if part.is_rounded_to(step.dtype)
     )
     return tuple(
-        f"{count} {'tensor is' if count == 1 else 'tensors are'} rounded from {source} to {target}, the dtype of the entry at {plan.entries[entry].where}"
+        f"{count} {'tensor is' if count == 1 else 'tensors are'} rounded from {source} to {target}, "
+        f"the dtype of the entry at {plan.entries[entry].where}"
         for (entry, source, target), count in rounded.items()
         if entry is not None
     )

@@ -85,12 +85,22 @@ def _check_fusions(stock: StockModel, plan: Plan) -> None:
 
 
 def _check_source_shapes(checkpoint: Checkpoint, model: Any, plan: Plan) -> None:
-    """What goes into the layouts has to have the shapes of the stock parameters, each part for itself."""
+    """What goes into the layouts has to be stock parameters with their shapes, each part for itself.
+
+    A tensor that the model does not have, such as a packed one where the class has gate and up apart, may hold its
+    parts in any order.
+    """
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for step in plan.steps:
         for part in step.parts if step.entry is not None else ():
+            if part.source not in shapes:
+                raise CheckpointError(
+                    f"{part.source!r} is no tensor of the model, so what is in it is not known",
+                    where=str(checkpoint.model_dir),
+                    fix=f"store the tensors that {plan.architecture} has, or leave these layers out of the path",
+                )
             found = step.shape and (*step.shape[: step.axis], part.rows, *step.shape[step.axis + 1 :])
-            if shapes.get(part.source, found) != found:
+            if shapes[part.source] != found:
                 raise CheckpointError(
                     f"{part.source!r} is {list(found)} in the checkpoint and {list(shapes[part.source])} in the model",
                     where=str(checkpoint.model_dir),
@@ -192,10 +202,13 @@ def _compare(checkpoint: Checkpoint, packed: Any, plan: Plan) -> tuple[str, ...]
     stray = [name for name in carried if steps[name].entry is not None]
     if stray:
         step = steps[stray[0]]
+        entry = plan.entries[step.entry or 0]
         raise CheckpointError(
-            f"the layout at {plan.entries[step.entry or 0].where} has no parameter for {stray[0]!r} (from {step.parts[0].source!r})",
+            f"the layout at {entry.where} has no parameter for {stray[0]!r} (from {step.parts[0].source!r})",
             where=where,
-            fix="a kernel package's conversion_mapping has to lead to its layout's parameters",
+            fix="leave these layers out of the path, or check config.json"
+            if entry.layout.package is None
+            else "a kernel package's conversion_mapping has to lead to its layout's parameters",
         )
     return carried
 

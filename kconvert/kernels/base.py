@@ -51,6 +51,11 @@ class BaseKernel:
         return cls._device
 
     @classmethod
+    def has_device_code(cls) -> bool:
+        """Whether the kernel is more than a name that recipes may use already."""
+        return True
+
+    @classmethod
     def check_deps(cls) -> str | None:
         """Why the kernel cannot run on this machine, or None.
 
@@ -91,11 +96,14 @@ class LayoutKernel(BaseKernel):
         return None
 
     @classmethod
+    def has_device_code(cls) -> bool:
+        """Whether the kernel has a forward of its own."""
+        return cls.forward is not LayoutKernel.forward
+
+    @classmethod
     def check_deps(cls) -> str | None:
         """Why the kernel cannot run on this machine, or None."""
-        if cls.forward is LayoutKernel.forward:
-            return "its device code is not part of this version of kconvert"
-        return super().check_deps()
+        return super().check_deps() if cls.has_device_code() else "not in this version of kconvert"
 
     @classmethod
     def apply(cls, **kwargs: Any) -> Any:

@@ -1,29 +1,27 @@
-"""One projection instead of several: a stock forward, rewritten at the level of its syntax tree.
+"""One projection instead of several: the calls in a stock forward, joined in its syntax tree.
 
     q = self.q_proj(x).view(...)            a, b, c = self.kconvert_project("qkv_proj", x)
     k = self.k_proj(x).view(...)     ->     q = a.view(...)
     v = self.v_proj(x).view(...)            k = b.view(...) ...
 
-The function is compiled into the globals of the module that has the stock class, so everything else in it is
-what transformers wrote: caches, masks, attention interface, rotary embedding.  It is made once per class, holds
-no state, has the stock default values and decorators, and its traceback shows the stock lines.  Only what is
-plainly the same is rewritten.  Refused: source that is not at hand or not that of the function, closures,
-`super()`, private names, a projection that is not called exactly once in the same run of statements, projections
-of different inputs, and anything from the first projection to the last but plain assignments that leave the input
-alone.
+Everything else in the function is what transformers wrote: caches, masks, attention interface, rotary embedding.
+It is made once per class and holds no state.  Only what is plainly the same is joined.  Refused: what
+`stock_function` refuses, closures, `super()`, private names, a projection that is not called exactly once in the
+same run of statements, projections of different inputs, and anything from the first projection to the last but
+plain assignments that leave the input alone.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import linecache
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from types import CellType, CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 from torch import nn
+
+from kconvert.kernels.stock_function import NotJoinableError, compile_like, parse_function, redecorate
 
 __all__ = ["NotJoinableError", "join_calls"]
 
@@ -32,10 +30,6 @@ _IN_PLACE = ("setattr", "setitem", "iadd", "isub", "imul", "itruediv")  # functi
 _BEFORE = (ast.Assign, ast.AnnAssign)
 _LAST = (*_BEFORE, ast.Return, ast.Expr)
 _CONDITIONAL = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension, ast.ListComp, ast.SetComp, ast.DictComp)
-
-
-class NotJoinableError(Exception):
-    """Why a forward cannot be rewritten; never leaves the layout that asked."""
 
 
 def join_calls(stock: type[nn.Module], packed: str, parts: Sequence[str]) -> Callable[..., Any]:
@@ -52,73 +46,15 @@ def join_calls(stock: type[nn.Module], packed: str, parts: Sequence[str]) -> Cal
     function = inspect.unwrap(stock.forward)
     if not isinstance(function, FunctionType):
         raise NotJoinableError("its forward is no Python function")
-    definition, first_line, filename = _parse(function)
-    _check_source(function)
+    definition, filename = parse_function(function)
     _check_scope(definition, function)
     self_name = definition.args.args[0].arg
     calls = {part: _calls_of(definition, self_name, part) for part in parts}
     for part, found in calls.items():
         if len(found) != 1:
             raise NotJoinableError(f"its forward calls {part} {len(found)} times")
-    _rewrite(definition, self_name, packed, {part: found[0] for part, found in calls.items()})
-    ast.increment_lineno(definition, first_line - 1)
-    return _redecorated(stock.forward, function, _compiled(definition, function, filename))
-
-
-def _parse(function: FunctionType) -> tuple[ast.FunctionDef, int, str]:
-    """The function's definition without annotations, its first line, and the file."""
-    try:
-        lines, first_line = inspect.getsourcelines(function)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, TypeError, SyntaxError, IndentationError):
-        raise NotJoinableError("the source of its forward is not at hand") from None
-    definition = tree.body[0]
-    if not isinstance(definition, ast.FunctionDef) or not definition.args.args:
-        raise NotJoinableError("its forward is no plain method")
-    definition.returns = None
-    arguments = definition.args
-    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
-        if argument is not None:
-            argument.annotation = None
-    return definition, max(first_line, 1), inspect.getsourcefile(function) or "<stock forward>"
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    for item in code.co_consts:
-        if isinstance(item, CodeType):
-            yield item
-            yield from _codes(item)
-
-
-def _check_source(function: FunctionType) -> None:
-    """The file may have changed since it was imported, or lie about a function that was made elsewhere.
-
-    The whole file is compiled, because the bytes of a function's code depend on what its module imports.
-    """
-    real = function.__code__
-    try:
-        module = compile("".join(linecache.getlines(real.co_filename)), real.co_filename, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError):
-        raise NotJoinableError("the source of its forward is not at hand") from None
-    if not any(_key(code) == _key(real) for code in _codes(module)):
-        raise NotJoinableError("the source of its forward is not that of the function")
-
-
-def _key(code: CodeType) -> tuple[object, ...]:
-    """What tells one function's code from another's, with the functions inside it."""
-    signature = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
-    names = (code.co_names, code.co_varnames, code.co_cellvars, code.co_freevars)
-    constants = tuple(_constant(item) for item in code.co_consts)
-    return code.co_qualname, code.co_firstlineno, code.co_code, code.co_exceptiontable, signature, names, constants
-
-
-def _constant(item: object) -> object:
-    """A constant such that 1, 1.0 and True, and 0.0 and -0.0, are different ones."""
-    if isinstance(item, CodeType):
-        return _key(item)
-    if isinstance(item, tuple | frozenset):
-        return type(item), type(item)(map(_constant, item))
-    return type(item), repr(item)
+    _join(definition, self_name, packed, {part: found[0] for part, found in calls.items()})
+    return redecorate(stock.forward, function, compile_like(definition, function, filename))
 
 
 def _check_scope(definition: ast.FunctionDef, function: FunctionType) -> None:
@@ -147,7 +83,7 @@ def _calls_of(definition: ast.FunctionDef, self_name: str, child: str) -> list[a
     ]
 
 
-def _rewrite(definition: ast.FunctionDef, self_name: str, packed: str, calls: dict[str, ast.Call]) -> None:
+def _join(definition: ast.FunctionDef, self_name: str, packed: str, calls: dict[str, ast.Call]) -> None:
     """Replace the calls in place, with the joined call before the first statement that has one."""
     inputs = {_input_name(part, call) for part, call in calls.items()}
     if len(inputs) != 1:
@@ -282,48 +218,3 @@ class _Swap(ast.NodeTransformer):
         if name is None:
             return self.generic_visit(node)
         return ast.copy_location(ast.Name(name, ast.Load()), node)
-
-
-def _compiled(definition: ast.FunctionDef, function: FunctionType, filename: str) -> FunctionType:
-    """The function in the globals of the stock one, with its default values and without its decorators."""
-    definition.decorator_list = []
-    definition.args.defaults, definition.args.kw_defaults = [], [None] * len(definition.args.kwonlyargs)
-    tree = ast.fix_missing_locations(ast.Module(body=[definition], type_ignores=[]))
-    module = compile(tree, filename, "exec", dont_inherit=True)
-    code = next(item for item in module.co_consts if isinstance(item, CodeType))
-    code = code.replace(co_qualname=function.__code__.co_qualname)
-    return _like(function, FunctionType(code, function.__globals__, function.__name__, function.__defaults__))
-
-
-def _redecorated(outer: Any, inner: FunctionType, made: FunctionType) -> FunctionType:
-    """`made` in the place of `inner` below the decorators that make `outer` of it.
-
-    They are copied and not called again: their arguments may come from the scope of the class, and some were put
-    there when the program was running.
-    """
-    if outer is inner:
-        return made
-    wrapped: Any = outer.__wrapped__
-    below = _redecorated(wrapped, inner, made)
-    cells = getattr(outer, "__closure__", None) or ()
-    if not isinstance(outer, FunctionType) or not any(_holds(cell, wrapped) for cell in cells):
-        raise NotJoinableError("its forward has a decorator that cannot be copied")
-    closure = tuple(CellType(below) if _holds(cell, wrapped) else cell for cell in cells)
-    copied = _like(outer, FunctionType(outer.__code__, outer.__globals__, outer.__name__, outer.__defaults__, closure))
-    copied.__dict__["__wrapped__"] = below  # as functools has it
-    return copied
-
-
-def _holds(cell: CellType, value: object) -> bool:
-    try:
-        return cell.cell_contents is value
-    except ValueError:  # not filled yet
-        return False
-
-
-def _like(function: FunctionType, made: FunctionType) -> FunctionType:
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__qualname__ = function.__qualname__
-    made.__doc__ = function.__doc__
-    made.__dict__.update(function.__dict__)
-    return made

@@ -16,7 +16,7 @@ from torch import nn
 
 from kconvert.errors import UsageError
 from kconvert.kernels.classes import derived_class
-from kconvert.kernels.packing import Packing, pack_on_load, unpack_state
+from kconvert.kernels.packing import Packing, pack_on_load, unpack_for_outer, unpack_state
 from kconvert.kernels.report import Report, build_report
 from kconvert.names import MANIFEST_NAME, VARIANT
 
@@ -128,5 +128,7 @@ def adopt_model(model: Any, packings: Iterable[Packing]) -> None:
             inner.__class__ = converted_class(ConvertedModel, type(inner))
         if "kconvert_packings" not in inner.__dict__:
             inner.kconvert_packings = ()
+            inner.kconvert_is_inner = bool(path)
             inner.register_load_state_dict_pre_hook(pack_on_load)
+            inner.register_state_dict_post_hook(unpack_for_outer)
         inner.kconvert_packings = (*inner.kconvert_packings, *here)

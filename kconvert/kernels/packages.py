@@ -152,9 +152,8 @@ def check_trust(
             f"kernel package {package.package_id!r} would run code from this folder",
             fix=f"read it, then {advice.format(trust={package.package_id: package.digest})}",
         )
-    sys.stderr.write(
-        f"kconvert: importing kernel package {package.package_id} (commit {commit or 'none'}, {package.digest})\n"
-    )
+    origin = ", ".join(filter(None, (commit and f"commit {commit}", package.digest)))
+    sys.stderr.write(f"kconvert: importing kernel package {package.package_id} ({origin})\n")
 
 
 def _import(package: PackageCopy) -> ModuleType:

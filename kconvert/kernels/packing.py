@@ -17,7 +17,7 @@ from torch import nn
 from kconvert.errors import UsageError
 from kconvert.names import parents
 
-__all__ = ["Packing", "pack_on_load", "pack_state", "unpack_state"]
+__all__ = ["Packing", "pack_on_load", "pack_state", "unpack_for_outer", "unpack_state"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class Packing:
         """The same with names relative to the module at `prefix` (empty, or ending in a dot)."""
         parts = tuple((name.removeprefix(prefix), rows) for name, rows in self.parts)
         return Packing(self.target.removeprefix(prefix), self.axis, parts)
+
+    def above(self, prefix: str) -> Packing:
+        """The same with names seen from a module that has this one at `prefix`."""
+        parts = tuple((f"{prefix}{name}", rows) for name, rows in self.parts)
+        return Packing(f"{prefix}{self.target}", self.axis, parts)
 
     @property
     def is_identity(self) -> bool:
@@ -55,6 +60,19 @@ def unpack_state(packings: Iterable[Packing], state: Mapping[str, torch.Tensor])
         for (name, _), place in zip(packing.parts, _places(packing), strict=True):
             unpacked[name] = tensor.narrow(packing.axis, *place).clone()
     return unpacked
+
+
+def unpack_for_outer(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
+    """`state_dict` hook of a converted model: what stands around it and knows nothing of packing sees stock names.
+
+    Its own `state_dict()` (no prefix), and what a converted model around it asks for, keep the packed names.
+    """
+    if not prefix or module.__dict__.get("kconvert_is_inner", False):
+        return
+    packings = cast("tuple[Packing, ...]", module.kconvert_packings)
+    unpacked = unpack_state([packing.above(prefix) for packing in packings], state)
+    state.clear()
+    state.update(unpacked)
 
 
 def _refuse_adapters(packings: Iterable[Packing], state: Mapping[str, Any], prefix: str) -> None:

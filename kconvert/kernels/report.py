@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,8 @@ from kconvert.names import starred
 __all__ = ["ModuleReport", "Report", "build_report", "module_device"]
 
 REFERENCE = "reference"
+
+_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -76,27 +79,45 @@ class Report:
         }
 
     def __str__(self) -> str:
-        """A table with one row per group of modules that differ in nothing but their numbers, then why not."""
+        """A table with one row per group of modules that differ in nothing but their numbers, then why not others."""
         if not self.modules:
             return "no module is patched"
         counts: Counter[tuple[str, str, str]] = Counter()
-        reasons: set[str] = set()
         for module in self.modules:
             path = starred(module.path)
             runs = module.kernel
             if (module.training_kernel or REFERENCE) != module.kernel:
                 runs += f" (training: {module.training_kernel or REFERENCE})"
             counts[path, module.device, runs] += 1
-            reasons.update(f"{item.kernel_id}: {item.reason}" for item in module.selection.trace if not item.accepted)
         rows = [("modules", "n", "device", "runs")]
         rows += [(path, str(count), device, runs) for (path, device, runs), count in counts.items()]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = ["  ".join([*map(str.ljust, row, widths), row[3]]) for row in rows]
-        if reasons:
-            lines += ["not used:", *(f"  {reason}" for reason in sorted(reasons))]
-        return "\n".join(lines)
+        rejected = list(self._rejection_lines())
+        return "\n".join([*lines, "not used:", *rejected] if rejected else lines)
 
     __repr__ = __str__
+
+    def _rejection_lines(self) -> Iterator[str]:
+        """Each reason behind all kernels that it keeps out.
+
+        A default kernel was not asked for by anyone, so it counts only where a module is left with its reference.
+        """
+        kernels: dict[str, set[str]] = {}
+        for module in self.modules:
+            for item in module.selection.trace:
+                if not item.accepted and (item.origin != "default" or module.kernel == REFERENCE):
+                    kernels.setdefault(item.reason, set()).add(item.kernel_id)
+        for reason, names in sorted(kernels.items(), key=lambda item: sorted(item[1])):
+            text = f"{', '.join(sorted(names))}: {reason}"
+            yield from wrap(
+                text,
+                _WIDTH,
+                initial_indent="  ",
+                subsequent_indent="    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
 
 
 def module_device(module: nn.Module) -> str:

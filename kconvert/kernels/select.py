@@ -95,10 +95,11 @@ def _rejection(
     unavailable: Mapping[str, str],
     unsupported: Mapping[str, str],
 ) -> str | None:
-    if candidate.device not in (device, ANY_DEVICE):
-        return f"runs on {candidate.device}, the input is on {device}"
+    """What keeps the kernel from this machine altogether comes first: moving the input does not help there."""
     if candidate.kernel_id in unavailable:
         return unavailable[candidate.kernel_id]
+    if candidate.device not in (device, ANY_DEVICE):
+        return f"runs on {candidate.device}, the input is on {device}"
     if candidate.kernel_id in unsupported:
         return unsupported[candidate.kernel_id]
     if candidate.dtypes is not None and dtype not in candidate.dtypes:

@@ -180,6 +180,10 @@ def load_manifest(directory: Path) -> Manifest:
         too_large = path.stat().st_size > _LIMIT_BYTES
         value = None if too_large else json.loads(path.read_bytes(), object_pairs_hook=unique_pairs)
     except FileNotFoundError:
+        if not directory.exists():
+            raise ManifestError(
+                "no such directory", where=str(directory), fix="give the folder that `kconvert apply` wrote"
+            ) from None
         raise ManifestError(
             f"no {MANIFEST_NAME} here", where=str(directory), fix="convert the checkpoint with `kconvert apply` first"
         ) from None

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.utils import logging
 
-from kconvert.checkpoint.reader import quantization_of
+from kconvert.checkpoint import quantization_of
 from kconvert.errors import CheckpointError, LoadError, TrustError, UsageError
 from kconvert.kernels.assign import assign_kernels, load_layout
 from kconvert.kernels.dispatch import Dispatch
@@ -30,6 +30,8 @@ from kconvert.parity.job import VerifyJob
 from kconvert.runtime.loader import load_converted
 from kconvert.runtime.modelclass import load_config, model_class, read_config
 from kconvert.runtime.patching import packings_of
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 __all__ = ["choose_kernels", "dtype_name", "load_packed", "load_stock", "reference_only", "release"]
 
@@ -107,7 +109,20 @@ def _from_source(job: VerifyJob, source: Path) -> Any:
         trust_remote_code=job.trust_remote_code,
     )
     _check_whole(info, str(source))
+    _store_as_converted(model, job.manifest, source)
     return model
+
+
+def _store_as_converted(model: Any, manifest: Manifest, source: Path) -> None:
+    """Give the stock weights the values that a recipe's `dtype:` left of them: that was asked for, and is no fault."""
+    parameters = dict(model.named_parameters())
+    for record in manifest.tensors:
+        for part in record.parts:
+            if part.dtype != record.dtype and part.source in parameters:
+                with safe_open(str(source / part.file), framework="pt") as opened:
+                    stored = opened.get_tensor(part.file_name).to(_DTYPES[record.dtype])
+                weight = parameters[part.source]
+                weight.data = stored.to(weight.dtype)
 
 
 def _from_converted(job: VerifyJob) -> Any:

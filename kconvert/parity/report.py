@@ -14,6 +14,7 @@ from typing import Any
 from kconvert.manifest import canonical_json
 from kconvert.names import PARITY_NAME
 from kconvert.parity.results import Failure, LevelResult
+from kconvert.rewrite.durable import write_synced
 
 __all__ = ["ParityReport", "write_report"]
 
@@ -47,7 +48,10 @@ class ParityReport:
         if all(failure.is_kernel for failure in self.failures):
             return 'load it with kernels="reference", which gives the stock results, and tell who wrote the kernel'
         if self.from_source:
-            return "do not use this conversion: convert again, and verify"
+            return (
+                "make sure that --source is the checkpoint that was converted, not another one of its shape; if it is, "
+                "do not use this conversion: convert again, and verify"
+            )
         return "find out which of the two is at fault: --source DIR"
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +77,8 @@ def write_report(report: ParityReport, directory: Path) -> Path:
     path = directory / PARITY_NAME
     beside = path.with_name(f"{PARITY_NAME}.partial")
     try:
-        beside.write_bytes(canonical_json(report.to_json()))
+        beside.unlink(missing_ok=True)  # a link in a foreign directory may lead to any file
+        write_synced(beside, canonical_json(report.to_json()))
         beside.replace(path)
     finally:
         with contextlib.suppress(OSError):

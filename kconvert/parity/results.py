@@ -116,6 +116,11 @@ class ModuleResult:
         """Where it sits in the converted model."""
         return self.paths[0]
 
+    @property
+    def unshown_dtypes(self) -> tuple[str, ...]:
+        """The dtypes in which every value of a comparison is zero or NaN."""
+        return tuple(dict.fromkeys(item.dtype for item in self.results if item.verdict is Verdict.NO_PROOF))
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -148,6 +153,11 @@ class ModulesLevel:
         own = [result.verdict for result in module.results if result.dtype == self.own_dtype]
         failed = any(result.verdict is Verdict.FAILED for result in module.results)
         return bool(own) and all(verdict.is_pass for verdict in own) and not failed
+
+    @property
+    def unshown(self) -> tuple[ModuleResult, ...]:
+        """Modules with a comparison, in any dtype, in which every value is zero or NaN."""
+        return tuple(module for module in self.modules if module.unshown_dtypes)
 
     @property
     def num_reached(self) -> int:

@@ -8,13 +8,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kconvert.checkpoint import open_checkpoint
-from kconvert.errors import CheckpointError, UsageError
+from kconvert.checkpoint import MAX_CONFIG_BYTES, open_checkpoint, read_bounded
+from kconvert.errors import CheckpointError, UsageError, VerificationError
 from kconvert.manifest import Manifest, sha256_digest
+from kconvert.names import CONFIG_NAME
 
-__all__ = ["check_source"]
+__all__ = ["check_config", "check_source"]
 
-_FIX = "give the checkpoint that was converted, or leave --source out"
+_FIX = "give the checkpoint that was converted"
+
+
+def check_config(directory: Path, manifest: Manifest) -> None:
+    """Refuse a converted directory whose config.json was changed: the model that loads there is another one.
+
+    Raises:
+        VerificationError: its digest is not the manifest's.
+    """
+    data = read_bounded(directory / CONFIG_NAME, MAX_CONFIG_BYTES)
+    if sha256_digest(data) != manifest.config_digest:
+        raise VerificationError(
+            "config.json was changed after the conversion, so the model is no longer the one that was converted",
+            where=str(directory),
+            fix="take config.json from the source again, or change it there and convert again",
+        )
 
 
 def check_source(source: Path, manifest: Manifest) -> None:

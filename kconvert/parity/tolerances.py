@@ -2,9 +2,9 @@
 
 The reference has to give the same bits in every dtype that models run in.  In float64, which is here to make a
 flipped bit of a weight show, a matrix product depends on where the rows begin in memory, so a share of 1e-13 is let
-pass; the lowest bit of a float32 weight of common size is 1e4 times as much.  A kernel may round otherwise: it adds in another order,
-or casts at another place.  All limits are shares of the largest absolute value of the stock output, because a sum
-that cancels to almost nothing carries the rounding of its large terms.
+pass; the lowest bit of a float32 weight of common size is 1e4 times as much.  A kernel may round otherwise: it adds
+in another order, or casts at another place.  All limits are shares of the largest absolute value of the stock output,
+because a sum that cancels to almost nothing carries the rounding of its large terms.
 
 - float32, one module: 1e-5.  The shipped CPU kernels were measured at 1e-7 at most; a wrong eps, a missing offset or
   a swapped factor is far above.

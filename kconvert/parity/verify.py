@@ -19,7 +19,7 @@ from kconvert.parity.job import VerifyJob
 from kconvert.parity.memory import free_bytes, model_bytes
 from kconvert.parity.report import ParityReport
 from kconvert.parity.results import LevelResult
-from kconvert.parity.source import check_source
+from kconvert.parity.source import check_config, check_source
 
 __all__ = ["LEVELS", "verify"]
 
@@ -66,6 +66,7 @@ def verify(
         TrustError: code would run that is not trusted.
         PreflightError: the model does not fit into memory.
         LoadError: a model did not load whole.
+        VerificationError: config.json of the converted directory is not the one of the conversion.
     """
     unknown = [level for level in levels if level not in LEVELS]
     if unknown or not levels:
@@ -75,6 +76,7 @@ def verify(
     manifest = load_manifest(directory)
     if not any(record.modules for record in manifest.patches):
         raise UsageError("no module is patched, so there is nothing to verify", where=str(directory))
+    check_config(directory, manifest)
     if source is not None:
         check_source(source, manifest)
     _check_trust(directory, manifest, trust_remote_code)

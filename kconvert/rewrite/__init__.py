@@ -1,15 +1,15 @@
 """Writes the bytes of a converted checkpoint: extents of source files, whole or not at all.
 
 `job` says what to write, `execute` runs it, `output` owns the directory and the swap, `copying`, `tasks` and
-`workers` move the bytes, `conversion` turns float values into another dtype where an extent asks for it, `sources`
+`workers` move the bytes, `cast` turns float values into another dtype where an extent asks for it, `sources`
 and `durable` open and make the files.  Nothing here knows a tensor.
 """
 
 from __future__ import annotations
 
-from kconvert.rewrite.conversion import Conversion
+from kconvert.rewrite.cast import Cast
 from kconvert.rewrite.execute import RewriteResult, rewrite
 from kconvert.rewrite.job import LOCK_NAME, Copy, Extent, Job, OutputFile
 from kconvert.rewrite.output import check_output
 
-__all__ = ["LOCK_NAME", "Conversion", "Copy", "Extent", "Job", "OutputFile", "RewriteResult", "check_output", "rewrite"]
+__all__ = ["LOCK_NAME", "Cast", "Copy", "Extent", "Job", "OutputFile", "RewriteResult", "check_output", "rewrite"]

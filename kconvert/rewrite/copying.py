@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import TypeAlias
 
 from kconvert.errors import CheckpointError
-from kconvert.rewrite.conversion import Conversion
+from kconvert.rewrite.cast import Cast
 
 __all__ = ["SLICE_BYTES", "Choices", "Copier", "OpenFile", "Piece", "write_at"]
 
@@ -54,7 +54,7 @@ class Piece:
     target: OpenFile
     target_offset: int
     size_bytes: int
-    conversion: Conversion | None = None
+    cast: Cast | None = None
 
 
 class Copier:
@@ -90,8 +90,8 @@ class Copier:
             CheckpointError: the source ends early or cannot be read.
             OSError: the target cannot be written.
         """
-        if piece.conversion is not None:
-            self._convert(piece, piece.conversion)
+        if piece.cast is not None:
+            self._convert(piece, piece.cast)
             return
         done = 0
         while done < piece.size_bytes and not self._stop.is_set():
@@ -136,16 +136,16 @@ class Copier:
         write_at(piece.target.fd, buffer[:copied], piece.target_offset + done)
         return copied
 
-    def _convert(self, piece: Piece, conversion: Conversion) -> None:
+    def _convert(self, piece: Piece, cast: Cast) -> None:
         block = self._block()
-        block = block[: conversion.whole(len(block))]
+        block = block[: cast.whole(len(block))]
         done, target_offset = 0, piece.target_offset
         while done < piece.size_bytes and not self._stop.is_set():
             data = block[: piece.size_bytes - done]
             filled = 0
             while filled < len(data):
                 filled += _read_some(piece, done + filled, data[filled:])
-            made = conversion.convert(data)
+            made = cast.convert(data)
             write_at(piece.target.fd, made, target_offset)
             done, target_offset = done + len(data), target_offset + len(made)
             self._on_bytes(len(made))

@@ -1,8 +1,8 @@
 """What a rewrite has to write, as plain data: no tensors, no names of parameters, only runs of bytes.
 
-A run is copied as it is, or converted from one float dtype to another on the way.  A job is checked when it is built.  It refuses names that leave the output directory, names that meet twice
-(also a file where another name needs a folder), the name of the lock file, negative offsets or sizes, and runs to
-convert that hold a part of a value.
+A run is copied as it is, or cast from one float dtype to another on the way.  A job is checked when it is built.  It
+refuses names that leave the output directory, names that meet twice (also a file where another name needs a folder),
+the name of the lock file, negative offsets or sizes, and runs to cast that hold a part of a value.
 Whether the sources hold those bytes is checked when the rewrite opens them.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from kconvert.checkpoint import FileStamp
 from kconvert.errors import CheckpointError
 from kconvert.names import unsafe_name_reason
-from kconvert.rewrite.conversion import Conversion
+from kconvert.rewrite.cast import Cast
 
 __all__ = ["LOCK_NAME", "Copy", "Extent", "Job", "OutputFile"]
 
@@ -30,17 +30,17 @@ class Extent:
     path: Path
     offset: int
     size_bytes: int
-    conversion: Conversion | None = None
+    cast: Cast | None = None
 
     def __post_init__(self) -> None:
-        item = self.conversion.source_bytes if self.conversion is not None else 1
+        item = self.cast.source_bytes if self.cast is not None else 1
         if self.offset < 0 or self.size_bytes < 0 or self.size_bytes % item:
             raise CheckpointError(f"bad extent: offset {self.offset}, size {self.size_bytes}", where=str(self.path))
 
     @property
     def target_bytes(self) -> int:
         """How many bytes of the output it fills."""
-        return self.size_bytes if self.conversion is None else self.conversion.size_after(self.size_bytes)
+        return self.size_bytes if self.cast is None else self.cast.size_after(self.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)

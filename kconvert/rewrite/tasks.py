@@ -28,7 +28,7 @@ def merged(extents: Iterable[Extent]) -> Iterator[Extent]:
     for extent in extents:
         if extent.size_bytes == 0:
             continue
-        if extent.conversion is not None:
+        if extent.cast is not None:
             if size:
                 yield Extent(path, offset, size)
             yield extent
@@ -49,12 +49,12 @@ def cut(
 ) -> Iterator[Piece]:
     """The pieces that put `extents` one after another into `target` from `target_offset`."""
     for extent in merged(extents):
-        source, conversion = sources[extent.path], extent.conversion
-        step = PIECE_BYTES if conversion is None else conversion.whole(PIECE_BYTES)
+        source, cast = sources[extent.path], extent.cast
+        step = PIECE_BYTES if cast is None else cast.whole(PIECE_BYTES)
         for start in range(0, extent.size_bytes, step):
             size = min(step, extent.size_bytes - start)
-            before = start if conversion is None else conversion.size_after(start)
-            yield Piece(source, extent.offset + start, target, target_offset + before, size, conversion)
+            before = start if cast is None else cast.size_after(start)
+            yield Piece(source, extent.offset + start, target, target_offset + before, size, cast)
         target_offset += extent.target_bytes
 
 

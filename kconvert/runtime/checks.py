@@ -114,6 +114,8 @@ def check_loaded(model: Any, info: Mapping[str, Any], manifest: Manifest) -> Non
         LoadError: missing, unexpected or mismatched tensors, ties that do not hold, or tensors left on meta.
     """
     fix = "convert again with this transformers version"
+    if not manifest.model_checked:
+        fix = "convert again with the model check, which says what the checkpoint lacks"
     for kind in ("missing_keys", "mismatched_keys", "error_msgs", "conversion_errors"):
         if info.get(kind):
             first = sorted(map(str, info[kind]))[0]

@@ -63,6 +63,8 @@ def probe_environment() -> Environment:
     answers |= _ask_all([*second, *(["catalog"] if device is not None else [])], hidden)
     taken = answers.get("transformers", {}).get("kernels_range")
     counts = answers.get("catalog", {"failure": "not asked"})
+    if "failure" not in counts:
+        counts["devices"] = tuple(counts["devices"])  # JSON has no tuples
     return Environment(
         python=platform.python_version(),
         kconvert=__version__,
@@ -248,15 +250,19 @@ def _ask_catalog(given: dict[str, Any]) -> None:
     from kconvert.kernels.registry import Registry, check_deps_reason, scan_all_kernels
 
     failures = scan_all_kernels()
-    reasons = [check_deps_reason(kernel) for kernel in Registry.catalog().values()]
-    given.update(num_usable=reasons.count(None), num_known=len(reasons), num_broken_modules=len(failures))
+    kernels = Registry.catalog().values()
+    reasons = [check_deps_reason(kernel) for kernel in kernels]
+    devices = sorted({kernel.device().value for kernel in kernels if kernel.has_device_code()})
+    given.update(
+        num_usable=reasons.count(None), num_known=len(reasons), num_broken_modules=len(failures), devices=devices
+    )
 
 
 def _ask_transformers(given: dict[str, Any]) -> None:
     """Give what transformers says of `kernels`, then import what loading needs."""
     from transformers.utils import import_utils
 
-    with suppress(Exception):  # a release that does not decide so says nothing
+    with suppress(ImportError, AttributeError):  # a release that does not decide so says nothing
         limits = import_utils.KERNELS_MIN_VERSION, import_utils.KERNELS_MAX_VERSION
         taken = bool(import_utils.is_kernels_available())
         given["kernels_range"] = {"is_taken": taken, "versions": ">={},<{}".format(*limits)}

@@ -7,14 +7,22 @@ changes global state while it loads, so loads run one at a time.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
 from typing import Any, cast
 
 from torch import nn
 
-from kconvert.errors import KernelUnavailableError, ManifestError, TrustError, UnknownKernelError, UsageError
+from kconvert.errors import (
+    KernelUnavailableError,
+    ManifestError,
+    TrustError,
+    UnknownKernelError,
+    UsageError,
+    one_line,
+)
 from kconvert.kernels.assign import assign_kernels, assign_selections
 from kconvert.kernels.model import converted_class
 from kconvert.kernels.packages import PackageClasses, check_trust, copy_package, import_package
@@ -79,7 +87,8 @@ def load_converted(
     _check_package_ids(kernels, manifest)
     check_files(directory, manifest)
     raw, config_bytes = read_config(directory)
-    if sha256_digest(config_bytes) != manifest.config_digest:
+    is_changed = sha256_digest(config_bytes) != manifest.config_digest
+    if is_changed:
         warnings.warn(f"{directory}: config.json was changed after the conversion", stacklevel=2)
     patches = _resolve(directory, manifest, trust_remote_code, trust_kernels)
     stock = model_class(directory, raw, trust_remote_code=trust_remote_code)
@@ -90,7 +99,7 @@ def load_converted(
     for name in [key for key in from_pretrained_kwargs if hasattr(config, key) and key not in _LOADER_ARGUMENTS]:
         setattr(config, name, from_pretrained_kwargs.pop(name))
     job = PatchJob(manifest, patches)
-    with _LOAD_LOCK, patching(job):
+    with _LOAD_LOCK, patching(job), _blamed_on_config(directory, is_changed):
         model, info = converted_class(LoadedModel, stock).from_pretrained(
             str(directory),
             config=config,
@@ -112,6 +121,25 @@ def load_converted(
     model.kconvert_origin = Origin(directory.resolve(), manifest)
     _assign(model, patches, kernels, strict)
     return (model, info) if with_info else model
+
+
+@contextmanager
+def _blamed_on_config(directory: Path, is_changed: bool) -> Iterator[None]:
+    """What a model's own code raises inside as one line, where config.json is not the one of the conversion.
+
+    Raises:
+        ManifestError: instead of a foreign error.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_changed or hasattr(error, "exit_code"):
+            raise
+        raise ManifestError(
+            f"config.json was changed after the conversion, and the model does not load with it ({one_line(error)})",
+            where=str(directory),
+            fix="take config.json from the source again, or change it there and convert again",
+        ) from error
 
 
 def _check_choice(kernels: str | Sequence[str]) -> None:

@@ -77,12 +77,16 @@ class PatchedOnInit(ConvertedModel):
             super().__init__(*args, **kwargs)
         model = cast("nn.Module", self)
         by_target = packings_of(job.manifest)
+        for patch in job.patches:
+            for paths in patch.record.modules:
+                _modules(model, patch, paths)
         _check_rows(model, by_target)
         for number, patch in enumerate(job.patches):
             for paths in patch.record.modules:
-                modules = [_module(model, path, name) for path, name in zip(paths, patch.record.classes, strict=True)]
+                modules = _modules(model, patch, paths)
                 packings = [by_target[number][name] for name in by_target[number] if name.startswith(f"{paths[0]}.")]
                 if patch.layout is not None:
+                    _check_fit(job.manifest, patch.layout, modules, paths)
                     packed = patch.layout.patch(modules)
                     place_layout(model, paths, packed, patch.record.layout.name)
                     continue
@@ -94,18 +98,38 @@ class PatchedOnInit(ConvertedModel):
         adopt_model(model, [packing for group in by_target.values() for packing in group.values()])
 
 
+def _check_fit(manifest: Manifest, layout: type[Layout], modules: Sequence[nn.Module], paths: tuple[str, ...]) -> None:
+    """The structure, where the conversion could not look at it."""
+    reason = None if manifest.model_checked else layout.unfit(modules)
+    if reason is not None:
+        raise ManifestError(
+            f"layout {layout.spec.name!r} does not fit {' and '.join(map(repr, paths))}: {reason}",
+            fix="convert again with the model check, and a recipe that fits",
+        )
+
+
 def _check_rows(model: nn.Module, by_target: Mapping[int, Mapping[str, Packing]]) -> None:
-    """The parts of a packed tensor have to be as large as the parameters that the model has for them."""
+    """The parts of a packed tensor have to be parameters of the model, as large as it has them."""
     sizes = {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
     for packing in (packing for group in by_target.values() for packing in group.values()):
         for name, rows in packing.parts:
-            shape = sizes.get(name)
-            found = shape[packing.axis] if shape is not None and packing.axis < len(shape) else 1
-            if shape is not None and found != rows:
+            if name not in sizes:
+                raise ManifestError(
+                    f"the model has no tensor {name!r}, so what {packing.target!r} holds is not known",
+                    fix="convert again, with the model check and this transformers version",
+                )
+            shape = sizes[name]
+            found = shape[packing.axis] if packing.axis < len(shape) else 1
+            if found != rows:
                 raise ManifestError(
                     f"{name!r} has {found} rows in the model and {rows} in the manifest",
                     fix="convert again",
                 )
+
+
+def _modules(model: nn.Module, patch: ResolvedPatch, paths: tuple[str, ...]) -> list[nn.Module]:
+    """The modules of a claim in pair order, of the classes that the manifest says."""
+    return [_module(model, path, name) for path, name in zip(paths, patch.record.classes, strict=True)]
 
 
 def _module(model: nn.Module, path: str, class_name: str) -> nn.Module:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from kconvert import load_converted
 from kconvert.cli import main
+from kconvert.cli.app import app
 from kconvert.cli.output import format_bytes
 from kconvert.cli.plan import _ranges, braced
 from kconvert.kernels.registry import Registry
@@ -95,8 +97,27 @@ def test_plan_json_holds_every_match_and_every_tensor(source: Path, capsys: Capt
 @pytest.mark.parametrize("recipe", ["qwen3", "qwen3-fused-norm-mlp"])
 def test_plan_fits_80_columns(source: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    _, out, _ = _run(capsys, "plan", recipe, source)
+    monkeypatch.chdir(source.parent)
+    _, out, _ = _run(capsys, "plan", recipe, "my-model")
     assert max(map(len, out.splitlines())) <= 80
+    assert "post_attention_layernorm " in out.partition("Matched")[0], "no name is broken inside a word"
+    assert out.endswith(f"\n\nConvert it\n  kconvert apply {recipe} my-model\n")
+
+
+def test_plan_ends_with_the_command_that_does_it(source: Path, tmp_path: Path, capsys: Capture) -> None:
+    recipe = write_recipe(
+        tmp_path / "my recipe.yaml",
+        '  - kernel: cpu_fused_swiglu\n    replace: {class: Qwen3MLP, path: "model.layers.*.mlp"}\n',
+    )
+    snapshot = tmp_path / "hub" / "models--me--tiny" / "snapshots" / "0123abc"
+    shutil.copytree(source, snapshot)
+    (snapshot.parents[1] / "blobs").mkdir()
+    for model_dir, more in ((source, []), (snapshot, ["-o", "OUTPUT"])):
+        _, out, _ = _run(capsys, "plan", recipe, model_dir, "--no-model-check")
+        shown = out.partition("Convert it\n")[2].replace("\\\n", "")
+        command = ["kconvert", "apply", str(recipe), str(model_dir), *more, "--no-model-check"]
+        assert shlex.split(shown) == command
+    assert "Convert it" not in _run(capsys, "apply", recipe, source, "--dry-run", "--no-model-check")[1]
 
 
 def _matched(out: str) -> list[str]:
@@ -204,17 +225,23 @@ def test_list_kernels_table_names_reasons(capsys: Capture, monkeypatch: pytest.M
     code, out, _ = _run(capsys, "list-kernels")
     assert code == 0
     assert re.search(r"cpu_fused_swiglu\s+cpu\s+gated_mlp\s+yes", out)
-    assert re.search(r"cuda_fused_swiglu\s+cuda\s+gated_mlp\s+no: its device code", out)
+    assert re.search(r"cuda_fused_swiglu\s+cuda\s+gated_mlp\s+no: not in this version", out)
     assert max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["apply", "--help"], ["plan", "-h"], ["list-kernels", "--help"]])
-def test_help_names_every_exit_code(capsys: Capture, argv: list[str]) -> None:
-    code, out, _ = _run(capsys, *argv)
+def test_help_names_every_exit_code(capsys: Capture) -> None:
+    code, out, _ = _run(capsys, "--help")
     text = " ".join(out.split())
     assert code == 0
     for number in (0, 1, 2, 3, 4, 5, 6, 7, 8, 130):
         assert re.search(rf"(: |; ){number} [a-z]", text), number
+
+
+@pytest.mark.parametrize("command", [command.name for command in app.registered_commands])
+def test_help_of_a_command_says_where_the_exit_codes_are(capsys: Capture, command: str) -> None:
+    code, out, _ = _run(capsys, command, "-h")
+    assert code == 0
+    assert out.rstrip().endswith("\n\n  Exit codes: see kconvert --help.")
 
 
 def test_usage_errors(capsys: Capture, source: Path) -> None:
@@ -222,6 +249,33 @@ def test_usage_errors(capsys: Capture, source: Path) -> None:
         code, out, _ = _run(capsys, *argv)
         assert code == 2, argv
         assert not (out and argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["plan", "--jso"], "No such option: --jso (Possible options: --json); `kconvert plan --help` shows the usage"),
+        (["apply"], "Missing argument 'RECIPE'; `kconvert apply --help` shows the usage"),
+        (["pln"], "No such command 'pln'. Did you mean 'plan'? `kconvert --help` shows the usage"),
+        (["--nn"], "No such option: --nn; `kconvert --help` shows the usage"),
+    ],
+)
+def test_a_usage_error_is_a_sentence_and_names_the_help(capsys: Capture, argv: list[str], line: str) -> None:
+    code, _, err = _run(capsys, *argv)
+    assert (code, err) == (2, f"kconvert: error: {line}\n")
+
+
+def test_a_name_on_the_hub_is_no_folder(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    code, _, err = _run(capsys, "plan", "qwen3", "Qwen/Qwen3-0.6B")
+    assert code == 4
+    assert _error_line(err) == (
+        "kconvert: error: Qwen/Qwen3-0.6B: no such directory; download a model from the Hub first "
+        "(`hf download Qwen/Qwen3-0.6B`) and give the folder that it prints"
+    )
+    for path in ("models/mine", "mine", "/no/mine", "a/b/mine", "../mine", str(tmp_path / "mine")):
+        assert "hf download" not in _run(capsys, "plan", "qwen3", path)[2], path
 
 
 @pytest.mark.parametrize("where", [".", "inside", ".."])
@@ -392,7 +446,7 @@ def test_interrupt_is_code_130_and_leaves_nothing(
     monkeypatch.setattr(Partial, "publish", interrupted)  # the last moment: everything is written, nothing renamed
     code, _, err = _run(capsys, "apply", "qwen3", source)
     assert code == 130
-    assert "interrupted" in _error_line(err)
+    assert _error_line(err) == "kconvert: error: interrupted; no output was changed"
     assert sorted(path.name for path in source.parent.iterdir()) == ["my-model"]
 
 

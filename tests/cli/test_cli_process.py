@@ -19,7 +19,7 @@ import pytest
 from kconvert.kernels.specs import kernel_specs
 from kconvert.names import KERNELS_DIR, MANIFEST_NAME
 from tests.packages.helpers import copy_example, fuse
-from tests.support import write_recipe
+from tests.support import qwen3_config, qwen3_tensors, write_checkpoint, write_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -241,3 +241,20 @@ def test_the_output_does_not_depend_on_the_process(qwen3_sharded_dir: Path, tmp_
     assert made[0] == made[1]
     assert any(name.startswith(KERNELS_DIR) for name in made[0])
     assert len([name for name in made[0] if name.endswith(".safetensors")]) > 1
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-"])
+def test_closed_streams(closed: str) -> None:
+    command = f"{sys.executable} -m kconvert list-kernels --no-probe {closed}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("cpu_fused_qkv" in done.stdout) == (closed == "2>&-")
+
+
+def test_names_out_of_foreign_files_do_not_drive_the_terminal(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "in", qwen3_tensors(), qwen3_config(model_type="a\x1b]0;title\x07b"))
+    command = [sys.executable, "-m", "kconvert", "plan", "qwen3", str(source)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert "a\\x1b]0;title\\x07b" in done.stderr
+    assert done.stderr.strip().isprintable()

@@ -31,6 +31,7 @@ import kconvert.convert.apply as convert_apply
 import kconvert.rewrite.execute as execute
 import kconvert.rewrite.tasks as tasks
 from kconvert.cli import main
+from kconvert.cli import plan as cli_plan
 from kconvert.cli.output import format_duration, format_share, printable, shell_quote
 from kconvert.cli.progress import Meter, Progress, Reading, bar_line, plain_line
 from kconvert.convert import prepare
@@ -288,7 +289,7 @@ Apply = Callable[..., Shown]
 def apply(source: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> Apply:
     """`kconvert apply qwen3 my-model --no-model-check ...` in this process, with stderr on a terminal or a pipe."""
 
-    def run(*more: str, tty: bool = True, **environment: str | None) -> Shown:
+    def run(*more: str, command: str = "apply", tty: bool = True, **environment: str | None) -> Shown:
         for name, value in {"TERM": "xterm-256color", "NO_COLOR": None, "FORCE_COLOR": None, **environment}.items():
             monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
         reader, writer = pty.openpty() if tty else os.pipe()
@@ -296,7 +297,7 @@ def apply(source: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> App
             raw = pool.submit(_read_all, reader)
             with monkeypatch.context() as context:
                 context.setattr(sys, "stderr", file)
-                code = main(["apply", "qwen3", str(source), "--no-model-check", *more])
+                code = main([command, "qwen3", str(source), "--no-model-check", *more])
             file.close()
             return Shown(code, capsys.readouterr().out, raw.result())
 
@@ -366,6 +367,15 @@ def test_a_terminal_sees_a_bar_that_is_gone_in_the_end(source: Path, apply: Appl
     screen = shown.screen()
     assert screen[0].startswith("kconvert: recipe qwen3 patches ")
     assert "Converted with recipe qwen3" in screen
+
+
+def test_a_plan_says_that_it_is_checking(apply: Apply, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_plan, "prepare", _slow(prepare, 0.6, []))
+    shown = apply(command="plan")
+    assert shown.code == 0
+    assert [frame for frame in shown.frames() if frame.startswith("checking my-model for recipe qwen3, ")]
+    assert shown.screen() == [""], "nothing is left of it"
+    shown.check_clean()
 
 
 @pytest.mark.usefixtures("slow_check")
@@ -471,7 +481,18 @@ def _run_child(source: Path, *, columns: int = 80, term: str = "xterm", interrup
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, "20" if interrupt_at else "1", "apply", "qwen3", source.name, "-o", "out", "--no-model-check"],
+        [
+            sys.executable,
+            "-c",
+            CHILD,
+            "20" if interrupt_at else "1",
+            "apply",
+            "qwen3",
+            source.name,
+            "-o",
+            "out",
+            "--no-model-check",
+        ],
         cwd=source.parent,
         env={**kept, **more},
         stdin=subprocess.DEVNULL,
@@ -519,7 +540,7 @@ def test_an_interrupt_leaves_a_clean_terminal(source: Path, moment: str) -> None
     shown = _run_child(source, interrupt_at=moment)
     assert (shown.code, shown.out) == (130, "")
     assert len(shown.screen()) == 2
-    assert shown.screen()[-1] == "kconvert: error: interrupted; the output is as it was before"
+    assert shown.screen()[-1] == "kconvert: error: interrupted; no output was changed"
     shown.check_clean()
     assert [path.name for path in source.parent.iterdir()] == ["my-model"]
 
@@ -589,8 +610,15 @@ def test_the_figures_of_the_summary_are_those_of_json(source: Path, capsys: Capt
     modules = [int(found) for found in re.findall(r"^.*model\.\S+ +(\d+) *$", err, re.MULTILINE)]
     assert sum(modules) == value["modules"]
     assert re.search(r"carried +not known without the model check", err)
+    assert re.search(r"left out +1 file: training_args.bin", err)
     assert re.search(r"time +\d+\.\d s: check \d+\.\d s, copy \d+\.\d s, sync \d+\.\d s", err)
     assert re.search(r"memory +\d+\.\d MB at the peak", err)
+
+
+def test_the_summary_is_silent_about_what_there_is_not(qwen3_dir: Path, tmp_path: Path, capsys: Capture) -> None:
+    code, _, err = _run(capsys, "apply", "qwen3", qwen3_dir, "-o", tmp_path / "out")
+    assert code == 0, err
+    assert [word for word in ("carried", "left out", "none") if word in err] == []
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
@@ -653,7 +681,7 @@ def test_a_package_that_prints(source: Path, capsys: Capture, quiet: bool) -> No
     assert code == 0, err
     assert out == f"{source.parent / OUTPUT}\n"
     trusted, *rest = err.splitlines()
-    assert trusted.startswith("kconvert: importing kernel package ./package:Norm "), "said whatever is asked for"
+    assert trusted.startswith("kconvert: importing kernel package ./package:Norm (sha256:"), "said in any case"
     if quiet:
         assert rest == []
     else:

@@ -153,7 +153,7 @@ def test_a_bias_that_the_model_does_not_have(tmp_path: Path) -> None:
     """Whole in the file, and no parameter for it: named, because a layout would drop it."""
     biases = {GATE.format(0, "bias"): torch.zeros(12), UP.format(0, "bias"): torch.zeros(12)}
     source = write_checkpoint(tmp_path / "in", {**qwen3_tensors(), **biases}, qwen3_config())
-    words = ["model.layers.0.mlp.gate_up_proj.bias"]
+    words = ["'model.layers.0.mlp.gate_proj.bias' is no tensor of the model"]
     recipe = write_recipe(tmp_path / "r.yaml", MLP)
     check_refused(CheckpointError, 4, words, recipe, source, tmp_path / "out")
 

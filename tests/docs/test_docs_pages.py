@@ -64,7 +64,7 @@ def test_recipes_on_the_pages_parse() -> None:
         parse_recipe(block.text, f"{page.name}:{block.line}")
 
 
-@pytest.mark.parametrize("name", ["kernels.md", "loading.md"])
+@pytest.mark.parametrize("name", ["kernels.md", "loading.md", "recipe.md"])
 def test_python_blocks_run(name: str, qwen3_dir: Path, converted_qwen3_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(qwen3_dir, tmp_path / "my-model")
     shutil.copytree(converted_qwen3_dir, tmp_path / "my-model-kconvert")

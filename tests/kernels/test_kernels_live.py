@@ -105,7 +105,7 @@ def test_model_is_wanted(kwargs: dict[str, Any]) -> None:
 def test_a_kernel_that_cannot_run_says_why_and_changes_nothing(kernel_id: str) -> None:
     model = tiny_model("llama")
     twin = copy.deepcopy(model)
-    with pytest.raises(RuntimeError, match=f"{kernel_id}.*device code is not part") as caught:
+    with pytest.raises(RuntimeError, match=f"{kernel_id}.*not in this version") as caught:
         apply_kernel(kernel_id, model=model)
     assert isinstance(caught.value, KconvertError)
     _check_unchanged(model, twin)
@@ -205,7 +205,7 @@ def test_one_kernel_only() -> None:
     [
         ("cpu_fused_swiglu,cpu_fused_rmsnrm", ValueError, "cpu_fused_rmsnorm"),
         ("autom", ValueError, "unknown kernel 'autom'"),
-        ("cpu_fused_swiglu,cuda_fused_rmsnorm", RuntimeError, "device code is not part"),
+        ("cpu_fused_swiglu,cuda_fused_rmsnorm", RuntimeError, "not in this version"),
     ],
 )
 def test_a_wrong_name_in_a_list_changes_nothing(include: str, error: type[Exception], said: str) -> None:
@@ -623,3 +623,22 @@ def test_the_later_kernel_comes_first_and_the_earlier_one_stays_in_the_trace() -
         ("test_other", "chosen"),
         ("cpu_fused_swiglu", "test_other comes first"),
     ]
+
+
+def test_a_model_around_a_patched_one_saves_and_loads_stock_names(tmp_path: Path) -> None:
+    """`apply_default_kernels` on the base model alone: the causal model around it knows nothing of packing."""
+    model: Any = tiny_model("llama")
+    before, expected = {name: value.clone() for name, value in model.state_dict().items()}, _logits(model)
+    apply_default_kernels(model.model, "auto")
+    assert "layers.0.self_attn.qkv_proj.weight" in model.model.state_dict()
+    found = model.state_dict()
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(_logits(again), expected, rtol=0, atol=1e-6)
+    model.load_state_dict({name: 0.5 * value for name, value in before.items()})
+    again.load_state_dict({name: 0.5 * value for name, value in before.items()})
+    torch.testing.assert_close(_logits(model), _logits(again), rtol=0, atol=1e-5)
+    wrapper = nn.ModuleDict({"inside": copy.deepcopy(model)})
+    assert {name.removeprefix("inside.") for name in wrapper.state_dict()} == before.keys()

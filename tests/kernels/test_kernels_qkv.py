@@ -593,3 +593,29 @@ def test_init_weights_of_a_model_that_reads_the_projections_leaves_loaded_rows_a
         del parameter._is_hf_initialized
     model.model.vision_tower._init_weights(packed)
     assert not torch.equal(packed.qkv_proj.weight, before[0])
+
+
+def _halved(self: Any, *args: Any, **kwargs: Any) -> Any:
+    output, weights = LlamaAttention.kconvert_test_forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+    return output * 0.5, weights
+
+
+def test_a_forward_that_somebody_replaces_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before or after patching: what the class computes now counts, in models that were patched before too."""
+    early, ids = tiny_model("llama"), torch.tensor([[3, 1, 4, 1, 5]])
+    plain = early(ids).logits
+    apply_kernel("cpu_fused_qkv", model=early)
+    monkeypatch.setattr(LlamaAttention, "kconvert_test_forward", LlamaAttention.forward, raising=False)
+    monkeypatch.setattr(LlamaAttention, "forward", _halved)
+    late = tiny_model("llama")
+    expected = late(ids).logits
+    assert (expected - plain).abs().max() > 1e-3
+    assert torch.equal(early(ids).logits, expected)
+    with pytest.warns(UserWarning, match="nothing is patched"):
+        apply_kernel("cpu_fused_qkv", model=late)
+    monkeypatch.undo()
+    again = tiny_model("llama")
+    apply_kernel("cpu_fused_qkv", model=again)
+    assert again.kconvert_report.to_dict()["kernels"] == {"cpu_fused_qkv": 2}
+    for model in (early, again):
+        torch.testing.assert_close(model(ids).logits, plain, rtol=0, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,10 @@ import torch
 
 from kconvert import load_converted
 from kconvert.cli import main
-from kconvert.manifest import canonical_json
+from kconvert.cli import verify as cli_verify
+from kconvert.manifest import canonical_json, sha256_digest
 from kconvert.names import CONFIG_NAME, MANIFEST_NAME, PARITY_NAME, is_own_name
-from kconvert.parity import logits, memory
+from kconvert.parity import ModuleResult, ModulesLevel, Result, Verdict, logits, memory
 from tests.packages.helpers import copy_example, fuse, run_recipe
 from tests.parity.conftest import PATCHES, Pair
 from tests.parity.running import Capture, failing, run
@@ -32,9 +34,33 @@ def test_both_levels_hold_with_a_source(pair: Pair, capsys: Capture, monkeypatch
     assert out.splitlines()[-1] == "OK: the logits agree in float32."
     assert "OK: 6 of 6 patched modules agree." in out.splitlines()
     assert max(map(len, out.splitlines())) <= 80
-    for shown in ("model.layers.*.self_attn ", "cpu_fused_qkv", "equal bit for bit", "of 1.0e-05"):
+    for shown in ("model.layers.*.self_attn ", ".input_layernorm ", "cpu_fused_qkv", ", allowed 1e-05"):
         assert shown in out
-    assert "its bytes are not compared" not in err
+    assert re.search(r"reference +equal +\n", out)
+    assert "Compared in float32, bfloat16, float16, float64; a difference is a share of the\nlargest stock" in out
+    assert err.splitlines() == [
+        f"kconvert: the report is in {pair.converted / PARITY_NAME}",
+        "kconvert: tensors outside the patched modules are not compared one by one",
+    ]
+
+
+def test_names_are_not_broken_inside_a_word(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    paths = ("model.layers.1.post_attention_layernorm", "model.layers.1.mlp")
+    found = Result("bfloat16", "auto", "cpu_fused_rmsnorm_swiglu", Verdict.WITHIN, 6.4e-4, 0.0625)
+    module = ModuleResult(paths, ("Norm", "MLP"), "norm_gated_mlp", (found,))
+    cli_verify._show_modules(ModulesLevel((module,), "bfloat16", True, None, {}), "Modules")
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    names = [line[:30].strip() for line in out.splitlines()[4:9]]
+    assert names == [
+        "model.layers.*",
+        ".post_attention_layernorm",
+        "+ model.layers.*.mlp",
+        "worst: model.layers.1",
+        ".post_attention_layernorm",
+    ]
+    assert re.search(r" 6\.4e-04, allowed +\n.* 0\.062 +\n.* in bfloat16 +\n", out)
 
 
 def test_json_is_one_value_and_the_report_file_is_the_same(short_pair: Pair, tmp_path: Path, capsys: Capture) -> None:
@@ -79,7 +105,7 @@ def test_without_a_source_it_says_what_is_not_compared(pair: Pair, tmp_path: Pat
     converted = pair.copy(tmp_path / "out")
     code, out, err = run(capsys, converted)
     assert code == 0, out + err
-    assert "its bytes are not compared with any source; --source DIR does that" in err
+    assert "stock weights come from the converted directory itself; --source DIR compares with the checkpoint\n" in err
     assert "Logits" not in out
     assert json.loads((converted / PARITY_NAME).read_bytes())["stock_weights"] == "converted file"
 
@@ -144,6 +170,8 @@ def test_a_source_of_another_model_is_refused(pair: Pair, llama_dir: Path, tmp_p
     sharded = save_tiny(tmp_path / "sharded", "qwen3", max_shard_size=10_000)
     assert "its weights are in model-00001-of-" in failing(capsys, pair.converted, "--source", sharded, code=4)
     assert "already converted" in failing(capsys, pair.converted, "--source", pair.converted, code=4)
+    line = failing(capsys, pair.converted, "--source", wider, code=4)
+    assert line.endswith("; give the checkpoint that was converted"), "without it the wrong source would be forgotten"
 
 
 def test_a_source_with_another_header_or_config_is_refused(pair: Pair, tmp_path: Path, capsys: Capture) -> None:
@@ -163,10 +191,12 @@ def test_a_source_of_the_same_shapes_and_other_values_fails(pair: Pair, tmp_path
     code, out, _ = run(capsys, pair.converted, "--source", other, "--json")
     assert code == 5
     assert len(json.loads(out)["failures"]) == 6
+    assert "make sure that --source is the checkpoint that was converted" in json.loads(out)["error"]
 
 
 def test_a_damaged_directory_is_refused(pair: Pair, tmp_path: Path, capsys: Capture) -> None:
     assert "no kconvert_manifest.json here" in failing(capsys, pair.source, code=4)
+    assert f"{tmp_path / 'nowhere'}: no such directory; " in failing(capsys, tmp_path / "nowhere", code=4)
     cut = pair.copy(tmp_path / "cut")
     weights = cut / "model.kconvert.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
@@ -192,6 +222,8 @@ def test_a_quantised_checkpoint_needs_its_source(pair: Pair, tmp_path: Path, cap
     converted = pair.copy(tmp_path / "out")
     config = json.loads((converted / CONFIG_NAME).read_text())
     (converted / CONFIG_NAME).write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    digest = sha256_digest((converted / CONFIG_NAME).read_bytes())
+    edit_manifest(converted, lambda old: replace(old, config_digest=digest))  # as if it had been converted so
     line = failing(capsys, converted, code=2)
     assert "quantised" in line
     assert "--source" in line

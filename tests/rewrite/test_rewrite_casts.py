@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kconvert.errors import CheckpointError, PreflightError
-from kconvert.rewrite import Conversion, Extent, Job, OutputFile, copying, rewrite, tasks
+from kconvert.rewrite import Cast, Extent, Job, OutputFile, copying, rewrite, tasks
 from tests.rewrite.conftest import no_copy_threads
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def check_values(bits: Array, source: str, target: str) -> None:
     """Bit for bit what `.to()` gives; a NaN has to be a NaN."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # numpy warns of overflows
-        found = bytes(Conversion(source, target).convert(memoryview(bits.tobytes())))
+        found = bytes(Cast(source, target).convert(memoryview(bits.tobytes())))
     expected = floats(bits.tobytes(), source).to(TORCH[target])
     is_nan = expected.isnan().numpy()
     assert (floats(found, target).isnan().numpy() == is_nan).all()
@@ -107,7 +107,7 @@ def test_a_nan_has_the_same_bits_wherever_it_stands(
 ) -> None:
     for repeat in (1, 1000):
         data = np.array(bits * repeat, dtype=BITS[source]).tobytes()
-        found = np.frombuffer(Conversion(source, target).convert(memoryview(data)), BITS[target])
+        found = np.frombuffer(Cast(source, target).convert(memoryview(data)), BITS[target])
         assert list(map(hex, found)) == list(map(hex, expected)) * repeat
 
 
@@ -115,13 +115,13 @@ def test_a_nan_has_the_same_bits_wherever_it_stands(
     ("source", "target"), [("F32", "F32"), ("F32", "F64"), ("F8_E4M3", "BF16"), ("I32", "F32"), ("BF16", "F8_E5M2")]
 )
 def test_other_pairs_are_refused(source: str, target: str) -> None:
-    with pytest.raises(ValueError, match=f"no conversion from {source} to {target}"):
-        Conversion(source, target)
+    with pytest.raises(ValueError, match=f"no cast from {source} to {target}"):
+        Cast(source, target)
 
 
 def test_a_part_of_a_value_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="bad extent: offset 0, size 6"):
-        Extent(tmp_path / "a", 0, 6, Conversion("F32", "BF16"))
+        Extent(tmp_path / "a", 0, 6, Cast("F32", "BF16"))
 
 
 def values(dtype: str, count: int, seed: int) -> bytes:
@@ -140,11 +140,11 @@ def mixed(tmp_path: Path) -> tuple[Job, bytes]:
     a, b = folder / "a", folder / "b"
     extents = (
         Extent(a, 0, 3),
-        Extent(a, 3, len(wide), Conversion("F32", "BF16")),
+        Extent(a, 3, len(wide), Cast("F32", "BF16")),
         Extent(a, 3 + len(wide), len(narrow)),
-        Extent(a, 3, 0, Conversion("F32", "F16")),
-        Extent(a, 3 + len(wide), len(narrow), Conversion("BF16", "F32")),
-        Extent(b, 8, len(long) - 8, Conversion("F64", "F16")),
+        Extent(a, 3, 0, Cast("F32", "F16")),
+        Extent(a, 3 + len(wide), len(narrow), Cast("BF16", "F32")),
+        Extent(b, 8, len(long) - 8, Cast("F64", "F16")),
         Extent(b, 0, 8),
     )
     content = b"".join(
@@ -202,7 +202,7 @@ def test_what_is_copied_still_goes_through_the_kernel(
 
 
 def test_neighbours_that_are_converted_are_not_merged(tmp_path: Path) -> None:
-    path, cast = tmp_path / "a", Conversion("F32", "BF16")
+    path, cast = tmp_path / "a", Cast("F32", "BF16")
     plain = [Extent(path, 0, 8), Extent(path, 8, 8), Extent(path, 32, 4), Extent(path, 36, 4)]
     converted = [Extent(path, 16, 8, cast), Extent(path, 24, 8, cast)]
     assert list(tasks.merged([*plain[:2], *converted, *plain[2:]])) == [
@@ -215,7 +215,7 @@ def test_neighbours_that_are_converted_are_not_merged(tmp_path: Path) -> None:
 def test_pieces_are_cut_between_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "PIECE_BYTES", 10)
     source, target = copying.OpenFile(tmp_path / "s", 3), copying.OpenFile(tmp_path / "t", 4)
-    extents = [Extent(source.path, 100, 20, Conversion("F32", "BF16")), Extent(source.path, 120, 4)]
+    extents = [Extent(source.path, 100, 20, Cast("F32", "BF16")), Extent(source.path, 120, 4)]
     pieces = list(tasks.cut(extents, {source.path: source}, target, 5))
     found = [(piece.source_offset, piece.target_offset, piece.size_bytes) for piece in pieces]
     assert found == [(100, 5, 8), (108, 9, 8), (116, 13, 4), (120, 15, 4)]
@@ -240,7 +240,7 @@ def test_a_source_cut_short_meanwhile(
     mixed: tuple[Job, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "source" / "a"
-    extents = (Extent(source, 3, 80_004, Conversion("F32", "F16")),)
+    extents = (Extent(source, 3, 80_004, Cast("F32", "F16")),)
     monkeypatch.setattr(copying, "_BUFFER_BYTES", 4_000)
     job = Job((OutputFile("out", b"p", extents),), (), ())
     with pytest.raises(CheckpointError, match=r"source/a: ends early: no data at byte \d+, .* size is now 5"):
@@ -273,7 +273,7 @@ def test_ctrl_c_ends_within_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def interrupt(_: int) -> None:
         raise KeyboardInterrupt
 
-    job = Job((OutputFile("out", b"", (Extent(tmp_path / "source", 0, 4_000_000, Conversion("F32", "F16")),)),), (), ())
+    job = Job((OutputFile("out", b"", (Extent(tmp_path / "source", 0, 4_000_000, Cast("F32", "F16")),)),), (), ())
     with pytest.raises(KeyboardInterrupt):
         rewrite(job, tmp_path / "new", workers=1, on_progress=interrupt)
     assert len(written) < 1000
@@ -284,11 +284,11 @@ def test_ctrl_c_ends_within_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 CHILD = """
 import resource, sys
 from pathlib import Path
-from kconvert.rewrite import Conversion, Extent, Job, OutputFile, rewrite
+from kconvert.rewrite import Cast, Extent, Job, OutputFile, rewrite
 source, output = Path(sys.argv[1]), Path(sys.argv[2])
 size = source.stat().st_size
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-rewrite(Job((OutputFile("f", b"", (Extent(source, 0, size, Conversion("F32", "BF16")),)),), (), ()), output)
+rewrite(Job((OutputFile("f", b"", (Extent(source, 0, size, Cast("F32", "BF16")),)),), (), ()), output)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 assert "torch" not in sys.modules
 """

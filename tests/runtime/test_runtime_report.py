@@ -12,7 +12,8 @@ from kconvert.kernels.assign import layout_kernels, load_layout
 from kconvert.kernels.dispatch import Dispatch
 from kconvert.kernels.layout import Layout, is_patched, patched_class
 from kconvert.kernels.registry import Registry
-from kconvert.kernels.select import ANY_DEVICE, Candidate, Mode, select
+from kconvert.kernels.report import ModuleReport, Report
+from kconvert.kernels.select import ANY_DEVICE, Candidate, Mode, Selection, Verdict, select
 from tests.runtime.pairs import IDS, Pair, logits
 
 COUNTS = {
@@ -80,7 +81,7 @@ def test_the_trace_has_every_candidate_with_its_reason(pair: Pair) -> None:
         for item in trace:
             device = item["kernel"].partition("_")[0]
             if device != "cpu":
-                assert item["reason"] == f"runs on {device}, the input is on cpu"
+                assert item["reason"] == "not in this version of kconvert"
             elif not item["accepted"]:
                 assert (item["kernel"], item["reason"]) == ("cpu_fused_geglu", "its activation is silu, not gelu_tanh")
 
@@ -97,7 +98,9 @@ def test_the_trace_is_what_select_decides(pair: Pair) -> None:
             device="cpu",
             dtype="float32",
             mode=Mode.INFERENCE,
-            unavailable={},
+            unavailable={
+                item.kernel_id: "not in this version of kconvert" for item in candidates if item.device != "cpu"
+            },
             unsupported={"cpu_fused_geglu": "its activation is silu, not gelu_tanh"},
         )
         assert again == module.selection
@@ -113,12 +116,32 @@ def test_the_trace_of_a_call_says_so(qwen3: Pair) -> None:
 def test_the_table_fits_a_terminal(pair: Pair) -> None:
     model = pair.load()
     text = str(model.kconvert_report)
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(len, text.splitlines())) <= 80
     rows = [line for line in text.splitlines() if line.startswith("model.")]
     assert sum(int(row.split()[1]) for row in rows) == sum(COUNTS[pair.recipe].values())
     assert "model.layers.*.input_layernorm" in text
-    assert "cuda_fused_rmsnorm: runs on cuda, the input is on cpu" in text
+    named = {name for patch in model.kconvert_origin.manifest.patches for name in patch.kernels}
+    absent = ", ".join(sorted(name for name in named if not name.startswith("cpu_")))
+    assert " ".join(text.partition("not used:\n")[2].split()) == f"{absent}: not in this version of kconvert"
     assert repr(model.kconvert_report) == text
+
+
+def test_default_kernels_are_named_where_the_reference_runs() -> None:
+    def module(chosen: str | None, *rejected: tuple[str, str, str]) -> ModuleReport:
+        trace = tuple(Verdict(kernel_id, origin, False, reason) for kernel_id, origin, reason in rejected)
+        return ModuleReport("a.0", "A", "layout", "cpu", Selection(chosen, trace), chosen)
+
+    helped = module("good", ("named", "recipe", "no driver"), ("spare", "default", "no driver"))
+    alone = module(
+        None, ("asked", "call", "no driver"), ("spare", "default", "gelu"), ("other", "default", "no driver")
+    )
+    assert str(Report((helped,))).splitlines()[2:] == ["not used:", "  named: no driver"]
+    assert str(Report((alone, helped))).splitlines()[3:] == [
+        "not used:",
+        "  asked, named, other: no driver",
+        "  spare: gelu",
+    ]
+    assert [len(item["trace"]) for item in Report((alone, helped)).to_dict()["modules"]] == [3, 2]
 
 
 def test_the_report_of_every_reference(qwen3: Pair) -> None:

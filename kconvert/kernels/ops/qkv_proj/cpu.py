@@ -24,9 +24,12 @@ class CpuFusedQKV(LayoutKernel):
     @staticmethod
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What the stock forward takes and gives; hidden states are `[batch, tokens, hidden]`."""
-        return cast("Any", type(module)).kconvert_joined_forward(module, *args, **kwargs)
+        patched = cast("Any", type(module))
+        if patched.kconvert_joined_from is not patched.kconvert_stock_class.forward:  # replaced after the choice
+            return cast("Any", module).reference(*args, **kwargs)
+        return patched.kconvert_joined_forward(module, *args, **kwargs)
 
     @classmethod
     def supports(cls, module: nn.Module) -> str | None:
-        """Only where the stock forward could be rewritten to project once."""
-        return cast("type[QKVProjLayout]", type(module)).kconvert_not_joined
+        """Only where the stock forward could be joined into one projection."""
+        return cast("type[QKVProjLayout]", type(module)).why_not_joined()

@@ -23,22 +23,39 @@ __all__ = ["QKVProjLayout"]
 class QKVProjLayout(PackedLinearLayout):
     """`qkv_proj.weight` `[q + k + v rows, hidden]`, `qkv_proj.bias` `[q + k + v rows]` where the parts have one.
 
-    Class attributes of a patched class:
-        kconvert_joined_forward: the stock forward with one projection, None where it cannot be rewritten.
-        kconvert_not_joined: why not.
+    Class attributes of a patched class, plain functions because a compiler has to see through them:
+        kconvert_joined_forward: the stock forward with one projection, or None.
+        kconvert_joined_from: the stock forward that it was made from.
+        kconvert_not_joined: why there is none.
     """
 
     spec = SPEC
     takes_one_tensor = False
     qkv_proj: nn.Linear
     kconvert_joined_forward: ClassVar[Callable[..., Any] | None] = None
+    kconvert_joined_from: ClassVar[Callable[..., Any] | None] = None
     kconvert_not_joined: ClassVar[str | None] = None
 
     @classmethod
     def class_members(cls, stock: type[nn.Module]) -> dict[str, Any]:
-        """The rewritten forward, made once per class."""
+        """The joined forward."""
         ((packed, parts),) = cls.kconvert_joined.items()
+        forward, joined, why_not = stock.forward, None, None
         try:
-            return {"kconvert_joined_forward": join_calls(stock, packed, parts)}
+            joined = join_calls(stock, packed, parts)
         except NotJoinableError as error:
-            return {"kconvert_not_joined": str(error)}
+            why_not = str(error)
+        return {
+            "kconvert_joined_forward": joined,
+            "kconvert_joined_from": forward,
+            "kconvert_not_joined": why_not,
+        }
+
+    @classmethod
+    def why_not_joined(cls) -> str | None:
+        """Of a patched class; looked at again where somebody has replaced the stock forward since."""
+        stock = cls.kconvert_stock_class
+        if cls.kconvert_joined_from is not stock.forward:
+            for name, value in cls.class_members(stock).items():
+                setattr(cls, name, value)
+        return cls.kconvert_not_joined

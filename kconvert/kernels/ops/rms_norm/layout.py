@@ -152,6 +152,7 @@ def _plain_key(module: nn.Module) -> tuple[object, ...] | None:
     size = module.get_parameter("weight").shape[0]
     return (
         stock_class_of(module),
+        stock_class_of(module).forward,  # which somebody may have replaced since
         size,
         tuple(sorted((name, repr(value)) for name, value in own.items())),
     )

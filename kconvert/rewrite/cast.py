@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-__all__ = ["Conversion"]
+__all__ = ["Cast"]
 
 _STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
+class Cast:
     """`source` and `target` as safetensors names dtypes, e.g. `F32` and `BF16`."""
 
     source: str
@@ -36,7 +36,7 @@ class Conversion:
 
     def __post_init__(self) -> None:
         if self.source not in FLOAT_DTYPES or self.target not in _FROM_F32 or self.source == self.target:
-            raise ValueError(f"no conversion from {self.source} to {self.target}")
+            raise ValueError(f"no cast from {self.source} to {self.target}")
 
     @property
     def source_bytes(self) -> int:
