@@ -27,7 +27,7 @@ demo-real: $(STAMP)  ## the same on a real small model
 	$(BIN)/python examples/demo_real.py
 
 test: $(STAMP)  ## run all tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile
 
 lint: $(STAMP)  ## style, format and spelling
 	$(BIN)/ruff check

@@ -465,9 +465,9 @@ def slow(function, seconds):
     return lambda *arguments: (time.sleep(seconds), function(*arguments))[1]
 
 tasks.PIECE_BYTES = 128
-factor = float(sys.argv[1])
-Copier.copy, execute._sync = slow(Copier.copy, factor * 0.02), slow(execute._sync, factor * 0.5)
-sys.exit(main(sys.argv[2:]))
+Copier.copy = slow(Copier.copy, float(sys.argv[1]))
+execute._sync = slow(execute._sync, float(sys.argv[2]))
+sys.exit(main(sys.argv[3:]))
 """
 
 
@@ -485,7 +485,8 @@ def _run_child(source: Path, *, columns: int = 80, term: str = "xterm", interrup
             sys.executable,
             "-c",
             CHILD,
-            "20" if interrupt_at else "1",
+            "0.4" if interrupt_at == "writing" else "0.02",
+            "20" if interrupt_at == "syncing" else "0.5",
             "apply",
             "qwen3",
             source.name,

@@ -1,13 +1,15 @@
 """The fenced blocks of a page: what is shown has to run.
 
-Commands are the `kconvert ...` lines of ```console and ```bash blocks.  They and the ```python blocks run in the
-order of the text, in one new folder that holds `my-model` and, where a page begins after the conversion,
+Commands are the `kconvert ...` lines of ```console and ```bash blocks.  They, and after them the ```python blocks,
+run in the order of the text, in one new folder that holds `my-model` and, where a page begins after the conversion,
 `my-model-kconvert`; each Python block stands alone.  A block with `<!-- test: skip -->` on the line before it is not
 run.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shlex
 import subprocess
@@ -16,11 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kconvert.cli import main as run_kconvert
+
 __all__ = ["ROOT", "Block", "find_blocks", "run_blocks"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SKIP = "<!-- test: skip -->"
-RUN_COMMAND = "import sys; from kconvert.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
 @dataclass(frozen=True)
@@ -63,26 +66,35 @@ def find_commands(block: Block) -> list[list[str]]:
 
 
 def run_blocks(page: Path, folder: Path) -> set[str]:
-    """Run a page's Python blocks and commands in `folder`; gives the languages of what was run."""
-    steps: list[tuple[Block, list[str]]] = []
-    for block in find_blocks(page.read_text(encoding="utf-8")):
-        if block.runs and block.language == "python":
-            steps.append((block, ["-c", block.text]))
-        elif block.runs and block.language in ("console", "bash"):
-            steps.extend((block, ["-c", RUN_COMMAND, *command]) for command in find_commands(block))
+    """Run a page's commands in `folder`, then each Python block; gives the languages of what was run.
+
+    Commands run in this process, and all Python in one of its own, each block with names of its own: what a block
+    registers must not stay.
+    """
+    blocks = [block for block in find_blocks(page.read_text(encoding="utf-8")) if block.runs]
+    for block in blocks:
+        for command in find_commands(block) if block.language in ("console", "bash") else ():
+            errors, output = io.StringIO(), io.StringIO()
+            with contextlib.chdir(folder), contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
+                code = run_kconvert(command)
+            shown = shlex.join(["kconvert", *command])
+            assert code == 0, f"{page.name}:{block.line}: exit {code}\n{shown}\n{output.getvalue()}{errors.getvalue()}"
+    python = [(f"{page.name}:{block.line}", block.text) for block in blocks if block.language == "python"]
+    if python:
+        _run_python(python, folder)
+    return {block.language for block in blocks} & {"python", "console", "bash"}
+
+
+def _run_python(blocks: list[tuple[str, str]], folder: Path) -> None:
+    program = "\n".join(f"exec(compile({text!r}, {where!r}, 'exec'), {{}})" for where, text in blocks)
     search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    for block, arguments in steps:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": search_path},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        shown = shlex.join(["kconvert", *arguments[2:]]) if block.language != "python" else block.text
-        assert done.returncode == 0, (
-            f"{page.name}:{block.line}: exit {done.returncode}\n{shown}\n{done.stdout}{done.stderr}"
-        )
-    return {block.language for block, _ in steps}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": search_path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
