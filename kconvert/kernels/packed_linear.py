@@ -221,6 +221,9 @@ def _join(linears: Sequence[nn.Linear]) -> nn.Linear:
     for name in ("weight", "bias"):
         tensor = getattr(first, name)
         if tensor is not None:
-            joined = torch.cat([getattr(linear, name).detach() for linear in linears])
+            if tensor.is_meta:  # made so already, and joining takes long there
+                joined = getattr(packed, name).detach()
+            else:
+                joined = torch.cat([getattr(linear, name).detach() for linear in linears])
             setattr(packed, name, nn.Parameter(joined, requires_grad=tensor.requires_grad))
     return packed
