@@ -11,11 +11,12 @@ substring match, and there is no wildcard for several segments.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kconvert.errors import PatternError
 
-__all__ = ["NumberSet", "PathPattern"]
+__all__ = ["NumberSet", "PathPattern", "braced"]
 
 _LITERAL = re.compile(r"[A-Za-z0-9_\-]+")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -27,6 +28,22 @@ class NumberSet:
     """A set of numbers as inclusive ranges, sorted and disjoint: `{0-3,7}` is `((0, 3), (7, 7))`."""
 
     ranges: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, numbers: Iterable[int]) -> NumberSet:
+        """The set of these numbers."""
+        ranges: list[tuple[int, int]] = []
+        for number in sorted(set(numbers)):
+            if ranges and number == ranges[-1][1] + 1:
+                ranges[-1] = (ranges[-1][0], number)
+            else:
+                ranges.append((number, number))
+        return cls(tuple(ranges))
+
+    def __str__(self) -> str:
+        """In the notation of patterns: `{0-3,7}`."""
+        listed = ",".join(str(low) if low == high else f"{low}-{high}" for low, high in self.ranges)
+        return f"{{{listed}}}"
 
     @property
     def size(self) -> int:
@@ -121,3 +138,21 @@ class PathPattern:
         """The last segment where it is literal, else None."""
         segment = self.segments[-1]
         return segment if isinstance(segment, str) else None
+
+
+def braced(paths: Iterable[str]) -> list[str]:
+    """Module paths with their numbers as sets, `model.layers.{0-3,7}.mlp`.
+
+    Paths are joined where they differ in the first number only.
+    """
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for path in paths:
+        parts = path.split(".")
+        places = [place for place, part in enumerate(parts) if part.isdecimal()]
+        if not places:
+            groups.setdefault(tuple(parts), [])
+            continue
+        place = places[0]
+        key = (*parts[:place], "", *parts[place + 1 :])
+        groups.setdefault(key, []).append(int(parts[place]))
+    return [".".join(part or str(NumberSet.of(numbers)) for part in key) for key, numbers in groups.items()]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kconvert.errors import PatternError, RecipeError
-from kconvert.patterns import NumberSet, PathPattern
+from kconvert.patterns import NumberSet, PathPattern, braced
 
 
 @pytest.mark.parametrize(
@@ -134,3 +134,26 @@ def test_nothing_but_pattern_errors(text: str, path: str) -> None:
         return
     taken = pattern.match(path)
     assert taken is None or "" not in taken
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([7], "7"), ([0, 1], "0-1"), ([0, 1, 2, 5], "0-2,5"), ([10, 9, 2, 0, 1], "0-2,9-10"), ([0, 2, 4], "0,2,4")],
+)
+def test_ranges(numbers: list[int], text: str) -> None:
+    assert str(NumberSet.of(numbers)) == f"{{{text}}}"
+
+
+@pytest.mark.parametrize(
+    ("paths", "shown"),
+    [
+        (["model.norm"], ["model.norm"]),
+        (["model.layers.10.mlp", "model.layers.2.mlp", "model.layers.3.mlp"], ["model.layers.{2-3,10}.mlp"]),
+        (["layers.0.a", "norm", "layers.0.b", "layers.1.a"], ["layers.{0-1}.a", "norm", "layers.{0}.b"]),
+        # only the first number becomes a set: both as sets would show paths that were not matched
+        (["h.0.e.3", "h.0.e.4", "h.1.e.3"], ["h.{0-1}.e.3", "h.{0}.e.4"]),
+        (["0", "1"], ["{0-1}"]),
+    ],
+)
+def test_paths_in_brace_notation(paths: list[str], shown: list[str]) -> None:
+    assert braced(paths) == shown

@@ -13,15 +13,14 @@ from importlib.util import find_spec
 
 from kconvert.cli.output import warn
 from kconvert.errors import one_line
+from kconvert.runtime.environment import TORCH_BACKENDS
 
 __all__ = ["prepare_torch"]
-
-_BACKENDS = ("torch_npu",)
 
 
 def prepare_torch() -> None:
     """Make torch importable in this process; call it before anything imports torch."""
-    present = [name for name in _BACKENDS if name not in sys.modules and find_spec(name) is not None]
+    present = [name for name in TORCH_BACKENDS if name not in sys.modules and find_spec(name) is not None]
     if not present or "torch" in sys.modules:
         return
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

@@ -20,7 +20,7 @@ from kconvert.cli.output import (
     printable,
     shell_quote,
 )
-from kconvert.cli.plan import braced
+from kconvert.patterns import braced
 
 __all__ = ["show_converted", "show_source"]
 

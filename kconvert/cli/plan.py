@@ -25,9 +25,10 @@ from kconvert.cli.progress import Progress
 from kconvert.convert import Prepared, default_output, prepare
 from kconvert.errors import UsageError
 from kconvert.names import starred
+from kconvert.patterns import braced
 from kconvert.plan import explain_plan
 
-__all__ = ["braced", "checking", "plan_command", "plan_value", "show_plan"]
+__all__ = ["checking", "plan_command", "plan_value", "show_plan"]
 
 
 def plan_command(
@@ -126,35 +127,6 @@ def _trace_lines(value: dict[str, Any]) -> list[str]:
             lines += [f"    {pattern['class']} at {path}" for path in braced(pattern["matched"])]
         lines += wrap(f"kernels: {', '.join(patch['kernels'])}", 76, initial_indent="    ", subsequent_indent="      ")
     return lines
-
-
-def braced(paths: list[str]) -> list[str]:
-    """Paths with their numbers as sets, `model.layers.{0-3,7}.mlp`, in the notation of patterns.
-
-    Paths are joined where they differ in the first number only.
-    """
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for path in paths:
-        parts = path.split(".")
-        places = [place for place, part in enumerate(parts) if part.isdecimal()]
-        if not places:
-            groups.setdefault(tuple(parts), [])
-            continue
-        place = places[0]
-        key = (*parts[:place], "", *parts[place + 1 :])
-        groups.setdefault(key, []).append(int(parts[place]))
-    return [".".join(part or f"{{{_ranges(numbers)}}}" for part in key) for key, numbers in groups.items()]
-
-
-def _ranges(numbers: list[int]) -> str:
-    """`[0, 1, 2, 5]` as `0-2,5`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
 def _tensor_lines(value: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from kconvert.errors import PatternError
-from kconvert.patterns import PathPattern
+from kconvert.patterns import NumberSet, PathPattern
 
 __all__ = ["cover_paths", "is_expressible", "path_shape"]
 
@@ -96,10 +96,4 @@ def _write_numbers(numbers: tuple[int, ...] | None) -> str:
         return "*"
     if len(numbers) == 1:
         return str(numbers[0])
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return "{" + ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges) + "}"
+    return str(NumberSet.of(numbers))

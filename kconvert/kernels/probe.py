@@ -46,10 +46,19 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def forked_random_state(device: torch.device) -> Iterator[None]:
-    """The global generators, which are the user's, are left as they were: a dropout draws from them."""
-    devices = [] if device.type in ("cpu", "meta") else [device]
-    with torch.random.fork_rng(devices=devices, device_type="cuda" if not devices else device.type):
-        torch.manual_seed(0)
+    """The generators that a dropout on `device` draws from are seeded inside, and then as they were: they are the user's.
+
+    Only these: `torch.manual_seed` would seed those of every device, which nothing gives back.
+    """
+    if device.type in ("cpu", "meta"):
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            yield
+        return
+    accelerator = torch.get_device_module(device)
+    with torch.random.fork_rng(devices=[device], device_type=device.type), accelerator.device(device):
+        torch.default_generator.manual_seed(0)
+        accelerator.manual_seed(0)
         yield
 
 

@@ -14,6 +14,7 @@ from enum import StrEnum
 __all__ = [
     "OPTIONAL",
     "REQUIRED",
+    "TORCH_BACKENDS",
     "DeviceFacts",
     "Environment",
     "KernelCounts",
@@ -34,6 +35,8 @@ OPTIONAL: Mapping[str, str] = {
     "accelerate": "for device_map= at load, and for Trainer",
 }
 """Import name of every part that kconvert works without, and what it is for."""
+TORCH_BACKENDS = ("torch_npu",)
+"""Import names of what torch loads by itself, and cannot be imported with where it is broken."""
 _NEEDED_BY: Mapping[str, str] = {"triton": "cuda", "torch_npu": "npu"}
 """Import name to the device type whose kernels need it."""
 

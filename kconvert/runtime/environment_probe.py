@@ -29,6 +29,7 @@ from kconvert.errors import one_line
 from kconvert.runtime.environment import (
     OPTIONAL,
     REQUIRED,
+    TORCH_BACKENDS,
     DeviceFacts,
     Environment,
     KernelCounts,
@@ -39,7 +40,6 @@ from kconvert.runtime.environment import (
 
 __all__ = ["answer", "probe_environment"]
 
-_BACKENDS = ("torch_npu",)
 _TIMEOUT_SECONDS = 120
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -52,7 +52,7 @@ def probe_environment() -> Environment:
     found = {name: _is_installed(name) for name in (*REQUIRED, *OPTIONAL)}
     present = [name for name in found if found[name]]
     answers = _ask_all([name for name in present if name not in ("kernels", "transformers", "accelerate")])
-    hidden = [name for name in _BACKENDS if "failure" in answers.get(name, {})]
+    hidden = [name for name in TORCH_BACKENDS if "failure" in answers.get(name, {})]
     broken_backends: list[str] = []
     if hidden and "failure" in answers.get("torch", {}):
         without = _ask("torch", hidden, load_backends=False)

@@ -19,7 +19,6 @@ from kconvert import load_converted
 from kconvert.cli import main
 from kconvert.cli.app import app
 from kconvert.cli.output import format_bytes
-from kconvert.cli.plan import _ranges, braced
 from kconvert.kernels.registry import Registry
 from kconvert.manifest import load_manifest
 from tests.support import qwen3_config, qwen3_tensors, read_raw, write_checkpoint, write_recipe
@@ -168,29 +167,6 @@ def test_plan_shows_what_a_number_set_took_of_a_fusion(tmp_path: Path, capsys: C
         "      Qwen3MLP at model.layers.{0-2,5,9-11}.mlp",
         "      kernels: cpu_fused_rmsnorm_swiglu",
     ]
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [([7], "7"), ([0, 1], "0-1"), ([0, 1, 2, 5], "0-2,5"), ([10, 9, 2, 0, 1], "0-2,9-10"), ([0, 2, 4], "0,2,4")],
-)
-def test_ranges(numbers: list[int], text: str) -> None:
-    assert _ranges(numbers) == text
-
-
-@pytest.mark.parametrize(
-    ("paths", "shown"),
-    [
-        (["model.norm"], ["model.norm"]),
-        (["model.layers.10.mlp", "model.layers.2.mlp", "model.layers.3.mlp"], ["model.layers.{2-3,10}.mlp"]),
-        (["layers.0.a", "norm", "layers.0.b", "layers.1.a"], ["layers.{0-1}.a", "norm", "layers.{0}.b"]),
-        # only the first number becomes a set: both as sets would show paths that were not matched
-        (["h.0.e.3", "h.0.e.4", "h.1.e.3"], ["h.{0-1}.e.3", "h.{0}.e.4"]),
-        (["0", "1"], ["{0-1}"]),
-    ],
-)
-def test_paths_in_brace_notation(paths: list[str], shown: list[str]) -> None:
-    assert braced(paths) == shown
 
 
 def test_the_plan_is_the_same_without_the_model_check(source: Path, capsys: Capture) -> None:

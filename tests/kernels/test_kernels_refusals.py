@@ -365,3 +365,19 @@ def test_patching_draws_nothing(build: Callable[[], Any], kernels: str) -> None:
         warnings.simplefilter("ignore")  # not every kernel fits
         apply_default_kernels(model.train(), kernels)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_trying_a_model_leaves_every_generator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of other devices either: what seeds them all cannot be taken back."""
+    model = tiny_model("llama", attention_dropout=0.5).train()
+
+    def seed_all(*_: Any) -> None:
+        raise AssertionError("the generators of every device are the user's")
+
+    for name in ("manual_seed", "seed"):
+        monkeypatch.setattr(torch, name, seed_all)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seed_all)
+    before = torch.get_rng_state()
+    apply_default_kernels(model, "auto")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.kconvert_report.to_dict()["kernels"]["cpu_fused_qkv"] == 2
