@@ -8,7 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from kconvert.cli.backends import prepare_torch
-from kconvert.cli.options import Json, ModelDir, NoModelCheck, RecipeName, TrustRemoteCode, complete_path
+from kconvert.cli.options import (
+    Json,
+    ModelDir,
+    NoModelCheck,
+    RecipeName,
+    TrustKernel,
+    TrustRemoteCode,
+    complete_path,
+    trusted_kernels,
+)
 from kconvert.cli.output import foreign_output_apart, format_bytes, note, print_json, print_text, warn
 from kconvert.cli.plan import checking, show_plan
 from kconvert.cli.progress import Progress
@@ -40,6 +49,7 @@ def apply_command(
     ] = False,
     no_model_check: NoModelCheck = False,
     trust_remote_code: TrustRemoteCode = False,
+    trust_kernel: TrustKernel = None,
     quiet: Annotated[
         bool, typer.Option("-q", "--quiet", help="No progress and no summary: only warnings and errors on stderr.")
     ] = False,
@@ -53,13 +63,20 @@ def apply_command(
 
     Example: kconvert apply qwen3 my-model -o my-model-packed
     """
+    trust_kernels = trusted_kernels(trust_kernel)
     if not no_model_check:
         prepare_torch()
     if dry_run:
         target = output if output is not None else default_output(model_dir)
         check_output(target, source=model_dir, overwrite=overwrite)
         with Progress(checking(recipe, model_dir), quiet=quiet), foreign_output_apart(quiet=quiet):
-            prepared = prepare(recipe, model_dir, model_check=not no_model_check, trust_remote_code=trust_remote_code)
+            prepared = prepare(
+                recipe,
+                model_dir,
+                model_check=not no_model_check,
+                trust_remote_code=trust_remote_code,
+                trust_kernels=trust_kernels,
+            )
         show_plan(prepared, as_json=json)
         return
     with Progress(checking(recipe, model_dir), quiet=quiet) as progress, foreign_output_apart(quiet=quiet):
@@ -75,6 +92,7 @@ def apply_command(
             overwrite=overwrite,
             model_check=not no_model_check,
             trust_remote_code=trust_remote_code,
+            trust_kernels=trust_kernels,
             on_prepared=prepared_to_write,
             on_progress=progress.advance,
         )

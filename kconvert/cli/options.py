@@ -7,6 +7,7 @@ offered for paths.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from kconvert.errors import UsageError
 from kconvert.kernels.specs import kernel_specs
 from kconvert.recipe import shipped_recipes
 
@@ -23,11 +25,14 @@ __all__ = [
     "ModelDir",
     "NoModelCheck",
     "RecipeName",
+    "TrustKernel",
     "TrustRemoteCode",
     "complete_path",
     "complete_recipe",
+    "trusted_kernels",
 ]
 
+_DIGEST = re.compile(r"(?:sha256:)?[0-9a-f]{64}")
 _RECIPE_SUFFIXES = (".yaml", ".yml")
 
 
@@ -69,6 +74,24 @@ def _complete_device(incomplete: str) -> list[str]:
     return sorted(device for device in devices if device.startswith(incomplete))
 
 
+def trusted_kernels(options: Sequence[str] | None) -> dict[str, str]:
+    """The values of `--trust-kernel` as package ID to digest.
+
+    Raises:
+        UsageError: one is not of the form `ID=DIGEST`.
+    """
+    trusted = {}
+    for option in options or ():
+        kernel_id, _, digest = option.rpartition("=")
+        if not kernel_id or _DIGEST.fullmatch(digest) is None:
+            raise UsageError(
+                f"--trust-kernel {option!r} is not ID=DIGEST",
+                fix="write owner/repo:ClassName=sha256:..., 64 hex digits",
+            )
+        trusted[kernel_id] = digest
+    return trusted
+
+
 RecipeName = Annotated[
     str,
     typer.Argument(
@@ -104,5 +127,13 @@ NoModelCheck = Annotated[
 TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run the kernel packages that the recipe trusts on this machine."),
+]
+TrustKernel = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trust-kernel",
+        metavar="ID=DIGEST",
+        help="Run just this kernel package, with just this digest; may be given several times.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout.")]

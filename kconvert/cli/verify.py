@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kconvert.cli.backends import prepare_torch
-from kconvert.cli.options import Json, complete_path
+from kconvert.cli.options import Json, TrustKernel, complete_path, trusted_kernels
 from kconvert.cli.output import (
     foreign_output_apart,
     note,
@@ -73,6 +73,7 @@ def verify_command(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the kernel packages and the model code that come along.")
     ] = False,
+    trust_kernel: TrustKernel = None,
     json: Json = False,
 ) -> None:
     """Compare a converted model with the stock model.
@@ -84,10 +85,16 @@ def verify_command(
 
     Example: kconvert verify my-model-kconvert --source my-model --level modules --level logits
     """
+    trust_kernels = trusted_kernels(trust_kernel)
     prepare_torch()
     with Progress(f"verifying {printable(converted.name or str(converted))}"), foreign_output_apart():
         report = verify(
-            converted, source=source, levels=level or ["modules"], device=device, trust_remote_code=trust_remote_code
+            converted,
+            source=source,
+            levels=level or None,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            trust_kernels=trust_kernels,
         )
     _keep(report, converted)
     if not json:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kconvert.manifest import Manifest
@@ -23,6 +24,7 @@ class VerifyJob:
         source: the checkpoint that it was converted from; None takes the stock weights out of the converted file.
         device: a device as torch names it, `cpu` or `cuda:1`.
         trust_remote_code: run kernel packages and model code of both directories.
+        trust_kernels: package ID to digest: run just these packages.
     """
 
     directory: Path
@@ -30,3 +32,4 @@ class VerifyJob:
     source: Path | None
     device: str
     trust_remote_code: bool
+    trust_kernels: Mapping[str, str] = field(default_factory=dict)

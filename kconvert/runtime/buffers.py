@@ -25,7 +25,8 @@ def restore_buffers(model: nn.Module, job: PatchJob) -> None:
         LoadError: one of them is made from weights, so that it cannot be computed again.
     """
     for patch in job.patches:
-        if patch.package is None:
+        layout = patch.package.layout if patch.package is not None else None
+        if layout is None:  # a stock module, whose buffers the model computes itself
             continue
         for paths in patch.record.modules:
             module = model.get_submodule(paths[0])
@@ -35,7 +36,7 @@ def restore_buffers(model: nn.Module, job: PatchJob) -> None:
             arguments = job.arguments[paths[0]]
             args, kwargs = arguments if arguments is not None else (job.members[paths[0]], {})
             with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                fresh: Any = patch.package.layout(*args, **kwargs)
+                fresh: Any = layout(*args, **kwargs)
             for owner_path, name in wanted:
                 owner, source = module.get_submodule(owner_path), fresh.get_submodule(owner_path)
                 value = getattr(source, name)

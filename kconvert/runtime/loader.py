@@ -24,19 +24,19 @@ from kconvert.errors import (
     one_line,
 )
 from kconvert.kernels.assign import assign_kernels, assign_selections
+from kconvert.kernels.layout import Layout
 from kconvert.kernels.model import converted_class
 from kconvert.kernels.packages import PackageClasses, check_trust, copy_package, import_package
 from kconvert.kernels.registry import get_known_kernel
-from kconvert.kernels.select import ANY_DEVICE, Candidate, Selection
+from kconvert.kernels.select import Candidate, Selection
 from kconvert.manifest import Manifest, PackageRecord, load_manifest, sha256_digest
 from kconvert.names import KERNELS_DIR, VARIANT
 from kconvert.runtime.buffers import restore_buffers
 from kconvert.runtime.checks import check_files, check_loaded, refuse_arguments
 from kconvert.runtime.modelclass import load_config, model_class, read_config
 from kconvert.runtime.offload import join_offload_hooks
-from kconvert.runtime.patching import PatchJob, ResolvedPatch, packings_of, patching, resolve_layout
+from kconvert.runtime.patching import PatchJob, ResolvedPatch, packings_of, patching, resolve_layout, resolve_package
 from kconvert.runtime.saving import LoadedModel, Origin
-from kconvert.runtime.source_names import source_names
 
 __all__ = ["load_converted"]
 
@@ -115,9 +115,6 @@ def load_converted(
     join_offload_hooks(model, tuple(paths[0] for patch in patches for paths in patch.record.modules))
     restore_buffers(model, job)
     check_loaded(model, info, manifest)
-    if manifest.model_checked:
-        # the files hold module names, so nothing was converted, also where a packed name looks like an original one
-        model._weight_conversions = source_names(manifest)
     model.kconvert_origin = Origin(directory.resolve(), manifest)
     _assign(model, patches, kernels, strict)
     return (model, info) if with_info else model
@@ -170,17 +167,22 @@ def _resolve(
         if record.layout.package is None:
             patches.append(ResolvedPatch(record, resolve_layout(record, packings[number]), None))
         else:
-            classes = _vendored(directory, record.layout.package, trust_remote_code, trust_kernels)
-            patches.append(ResolvedPatch(record, None, classes))
+            needs_layout = record.kind == "fuse"
+            classes = _vendored(directory, record.layout.package, needs_layout, trust_remote_code, trust_kernels)
+            patches.append(resolve_package(record, classes))
     return tuple(patches)
 
 
 def _vendored(
-    directory: Path, record: PackageRecord, trust_remote_code: bool, trust_kernels: Mapping[str, str] | None
+    directory: Path,
+    record: PackageRecord,
+    needs_layout: bool,
+    trust_remote_code: bool,
+    trust_kernels: Mapping[str, str] | None,
 ) -> PackageClasses:
     folder = record.digest.partition(":")[2]
-    if not (len(folder) == 64 and set(folder) <= set("0123456789abcdef")):
-        raise ManifestError(
+    if not (record.digest.startswith("sha256:") and len(folder) == 64 and set(folder) <= set("0123456789abcdef")):
+        raise TrustError(
             f"digest {record.digest!r} is malformed", where=str(directory), fix="do not use this checkpoint"
         )
     source = directory / KERNELS_DIR / folder
@@ -193,14 +195,16 @@ def _vendored(
             where=str(source),
             fix="convert again from a package that you trust",
         )
+    # whoever the manifest says the package is from: nothing shows that it is, so no owner is trusted by default here
     check_trust(
         copied,
+        source=source,
         trust_remote_code=trust_remote_code,
         advice="pass trust_kernels={trust} or trust_remote_code=True",
         trust_kernels=trust_kernels,
         commit=record.commit,
     )
-    return import_package(copied, record.class_name)
+    return import_package(copied, record.class_name, needs_layout=needs_layout)
 
 
 def _assign(model: Any, patches: Sequence[ResolvedPatch], kernels: str | Sequence[str], strict: bool) -> None:
@@ -229,17 +233,21 @@ def _assign(model: Any, patches: Sequence[ResolvedPatch], kernels: str | Sequenc
 
 
 def _assign_module(patch: ResolvedPatch, module: nn.Module, kernels: str | Sequence[str]) -> Selection:
-    if patch.layout is not None:
+    if patch.package is None:
+        layout = cast("type[Layout]", patch.layout)
         if kernels == "auto":
-            return assign_kernels(module, patch.layout, patch.record.kernels, origin="recipe", with_defaults=True)
+            return assign_kernels(module, layout, patch.record.kernels, origin="recipe", with_defaults=True)
         named = () if kernels == "reference" else kernels
-        return assign_kernels(module, patch.layout, named, origin="call", with_defaults=False)
-    kernel_id = patch.record.kernels[0]
-    package = cast("PackageClasses", patch.package)
+        return assign_kernels(module, layout, named, origin="call", with_defaults=False)
+    kernel_id, package = patch.record.kernels[0], patch.package
     is_wanted = kernels == "auto" or (kernels != "reference" and kernel_id in kernels)
-    candidate = Candidate(kernel_id, ANY_DEVICE, "recipe", bool(getattr(package.kernel, "has_backward", True)))
+    candidate = Candidate(kernel_id, package.device, "recipe", bool(getattr(package.kernel, "has_backward", True)))
     return assign_selections(
-        module, [candidate] if is_wanted else [], {kernel_id: package.kernel}, unavailable={}, unsupported={}
+        module,
+        [candidate] if is_wanted else [],
+        {kernel_id: package.kernel},
+        unavailable={} if package.unavailable is None else {kernel_id: package.unavailable},
+        unsupported={},
     )
 
 

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from kconvert.cli import main
 from kconvert.errors import KernelRefusedError, RecipeError, TrustError
 from kconvert.kernels.packages import copy_package, import_package
 from kconvert.manifest import load_manifest
 from kconvert.names import KERNELS_DIR
 from tests.packages.helpers import NORM, failure, load, logits, replace, run_recipe, stock, write_package
+from tests.support import write_recipe
 
 KERNEL = "./package:Norm"
 
@@ -313,14 +315,42 @@ def test_submodules_of_a_failed_import_are_gone_too(tmp_path: Path, qwen3_dir: P
     assert not [name for name in set(sys.modules) - before if name.startswith("kconvert_package_")]
 
 
-# --- the Hub ----------------------------------------------------------------------------------------
+# --- the command line -------------------------------------------------------------------------------
 
 
-def test_a_hub_package_is_refused_and_not_fetched(tmp_path: Path, qwen3_dir: Path) -> None:
-    patches = replace("owner/repo:Norm").replace("    trust", "    version: 1\n    trust")
-    with pytest.raises(KernelRefusedError, match="on the Hub") as caught:
-        run_recipe(tmp_path, patches, qwen3_dir)
-    code, text = failure(caught.value)
-    assert code == 8
-    assert "owner/repo:Norm" in text
-    assert f"{tmp_path / 'recipe.yaml'}:5" in text
+def test_trust_by_digest_on_the_command_line(
+    tmp_path: Path, marker: Path, qwen3_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _marked(tmp_path, marker)
+    recipe = write_recipe(tmp_path / "recipe.yaml", replace(KERNEL))
+    command = [str(recipe), str(qwen3_dir)]
+    output = ["-o", str(tmp_path / "out")]
+    digest = copy_package(tmp_path / "package", KERNEL).digest
+    assert main(["apply", *command, *output]) == 8
+    assert f"--trust-kernel {KERNEL}={digest}" in capsys.readouterr().err
+    assert main(["apply", *command, *output, "--trust-kernel", f"{KERNEL}=sha256:{'0' * 64}"]) == 8
+    assert main(["apply", *command, *output, "--trust-kernel", f"./other:Norm={digest}"]) == 8
+    assert main(["plan", *command, "--trust-kernel", f"{KERNEL}=sha256:{'0' * 64}"]) == 8
+    assert not marker.exists()
+    trust = ["--trust-kernel", f"{KERNEL}={digest}"]
+    assert main(["plan", *command, *trust]) == 0
+    assert main(["apply", *command, "--dry-run", *output, *trust]) == 0
+    assert main(["apply", *command, *output, *trust]) == 0
+    assert main(["verify", str(tmp_path / "out")]) == 8
+    assert f"--trust-kernel {KERNEL}={digest}" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path / "out"), "--trust-kernel", f"{KERNEL}={digest.removeprefix('sha256:')}"]) == 0
+
+
+@pytest.mark.parametrize("option", ["", "./package:Norm", "=sha256:" + "0" * 64, "./package:Norm=sha256:0", "a=b"])
+def test_an_option_that_is_no_digest(option: str, qwen3_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["apply", "qwen3"], ["plan", "qwen3"], ["verify"]):
+        assert main([*command, str(qwen3_dir), "--trust-kernel", option]) == 2
+        assert f"--trust-kernel {option!r} is not ID=DIGEST" in capsys.readouterr().err
+
+
+def test_the_recipe_has_to_trust_too(tmp_path: Path, marker: Path, qwen3_dir: Path) -> None:
+    _marked(tmp_path, marker)
+    digest = copy_package(tmp_path / "package", KERNEL).digest
+    with pytest.raises(TrustError, match="the recipe does not trust it"):
+        run_recipe(tmp_path, replace(KERNEL, trust=False), qwen3_dir, trust=False, trust_kernels={KERNEL: digest})
+    assert not marker.exists()
