@@ -77,12 +77,14 @@ class LayoutKernel(BaseKernel):
     Attributes:
         layout: the layout whose parameters the forward reads.
         has_backward: whether gradients flow through `forward`; if not, it is never used where one is needed.
+        can_torch_compile: whether a compiler can trace `forward`; if not, the reference runs in a compiled model.
         dtypes: dtype names (`float32`, `bfloat16`, ...) that the forward takes, None for all.
     """
 
     layout: ClassVar[type[Layout]]
     default = True
     has_backward: ClassVar[bool] = True
+    can_torch_compile: ClassVar[bool] = True
     dtypes: ClassVar[frozenset[str] | None] = None
 
     @staticmethod

@@ -46,7 +46,11 @@ class Dispatch:
     def kernel_for(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> type[ForwardKernel] | None:
-        """The kernel for this call, or None for the reference."""
+        """The kernel for this call, or None for the reference.
+
+        While a compiler traces the model, a kernel that does not say `can_torch_compile` gives way, as in the `kernels`
+        library.
+        """
         tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
         if tensor is None:
             return None
@@ -55,7 +59,10 @@ class Dispatch:
             needs_backward = tensor.requires_grad or any(weight.requires_grad for weight in module.parameters())
             mode = Mode.TRAINING if needs_backward else Mode.INFERENCE
         device = tensor.device.type
-        return self._table.get((device if (device, mode) in self._selections else ANY_DEVICE, mode))
+        kernel = self._table.get((device if (device, mode) in self._selections else ANY_DEVICE, mode))
+        if torch.compiler.is_compiling() and not getattr(kernel, "can_torch_compile", False):
+            return None
+        return kernel
 
     def selection(self, device: str, mode: Mode) -> Selection | None:
         """What was decided for a device type and mode."""

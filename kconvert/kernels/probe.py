@@ -81,13 +81,17 @@ def _special_ids(config: Any) -> set[int]:
     return {value for value in named if isinstance(value, int)}
 
 
-def capture_calls(model: Any, paths: Collection[str], *, seed: int = 0) -> tuple[dict[str, Call], str | None]:
+def capture_calls(
+    model: Any, paths: Collection[str], *, seed: int = 0, batch: int = 2, tokens: int = _NUM_TOKENS
+) -> tuple[dict[str, Call], str | None]:
     """Run the model once on random tokens and record the first call of each module.
 
     Args:
         model: a transformers model with its weights in memory; it runs in eval mode, without gradients.
         paths: module paths.
         seed: of the tokens.
+        batch: number of sequences.
+        tokens: number of tokens in each.
 
     Returns:
         The calls by path, without the modules that the forward does not reach, and why the model did not run,
@@ -111,7 +115,7 @@ def capture_calls(model: Any, paths: Collection[str], *, seed: int = 0) -> tuple
             calls.clear()
             try:
                 with torch.no_grad(), forked_random_state(device), eval_mode(model):
-                    model(input_ids=sample_ids(model, seed=seed).to(device), **extra)
+                    model(input_ids=sample_ids(model, batch=batch, tokens=tokens, seed=seed).to(device), **extra)
                 return calls, None
             except Exception as error:  # noqa: BLE001 - foreign model code may raise anything: it does not run
                 failure = failure or one_line(error)

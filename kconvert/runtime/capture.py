@@ -2,7 +2,8 @@
 
 A package's layout takes the arguments of the class it replaces.  They are read in the loading thread alone,
 through the interpreter's call events, so nothing is patched: `sys.setprofile`, or `sys.settrace` where a
-profiler is running.
+profiler is running.  What a call passed by position and what by name does not show there, so a layout gets each
+value under the name that the replaced class has for it, wherever the layout has a parameter of that name.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 
 from kconvert.errors import UsageError
 
-__all__ = ["CapturedCalls", "capture_constructors"]
+__all__ = ["CapturedCalls", "capture_constructors", "fit_arguments"]
 
 
 class CapturedCalls:
@@ -63,6 +64,43 @@ def _arguments(frame: FrameType) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if info.keywords:
         keywords.update(info.locals[info.keywords])
     return tuple(positional), keywords
+
+
+def fit_arguments(
+    stock: type[nn.Module], layout: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a `stock` module as `layout` takes them.
+
+    Parameters of one name belong together, in whatever order and whether by position or keyword only; those that are
+    left belong together in their order.  A default of the stock class that the layout has no parameter for is left
+    out; anything else that it does not take is passed on, so that the error names it.
+    """
+    kind = inspect.Parameter
+    try:
+        wanted = inspect.signature(layout).parameters
+        known = inspect.signature(stock).parameters
+        values = inspect.signature(stock).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # a constructor that cannot be looked at
+        return args, kwargs
+    positional_only = {kind.VAR_POSITIONAL, kind.POSITIONAL_ONLY}
+    if any(each.kind in positional_only for each in wanted.values()) or any(
+        known[name].kind is kind.VAR_POSITIONAL for name in values
+    ):
+        return args, kwargs
+    takes_any = any(each.kind is kind.VAR_KEYWORD for each in wanted.values())
+    free = [
+        each.name for each in wanted.values() if each.kind is kind.POSITIONAL_OR_KEYWORD and each.name not in values
+    ]
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if known[name].kind is kind.VAR_KEYWORD:
+            found.update(value)
+        elif name in wanted:
+            found[name] = value
+        elif takes_any or value is not known[name].default:
+            is_placed = free and known[name].kind is not kind.KEYWORD_ONLY
+            found[free.pop(0) if is_placed else name] = value
+    return (), found
 
 
 @contextmanager
