@@ -23,7 +23,7 @@ from torch import nn
 
 from kconvert.kernels.stock_function import NotJoinableError, compile_like, parse_function, redecorate
 
-__all__ = ["NotJoinableError", "join_calls"]
+__all__ = ["NotJoinableError", "join_calls", "joined_definition"]
 
 _FACTS = ("shape", "dtype", "device", "ndim", "size", "dim")  # what may be read of a tensor whose values do not matter
 _IN_PLACE = ("setattr", "setitem", "iadd", "isub", "imul", "itruediv")  # functions, and methods with underscores
@@ -43,6 +43,14 @@ def join_calls(stock: type[nn.Module], packed: str, parts: Sequence[str]) -> Cal
     Raises:
         NotJoinableError: the forward is not of this kind; the text says why.
     """
+    definition, function, filename = joined_definition(stock, packed, parts)
+    return redecorate(stock.forward, function, compile_like(definition, function, filename))
+
+
+def joined_definition(
+    stock: type[nn.Module], packed: str, parts: Sequence[str]
+) -> tuple[ast.FunctionDef, FunctionType, str]:
+    """What `join_calls` compiles: the changed syntax tree, the stock function below its decorators, and its file."""
     function = inspect.unwrap(stock.forward)
     if not isinstance(function, FunctionType):
         raise NotJoinableError("its forward is no Python function")
@@ -54,7 +62,7 @@ def join_calls(stock: type[nn.Module], packed: str, parts: Sequence[str]) -> Cal
         if len(found) != 1:
             raise NotJoinableError(f"its forward calls {part} {len(found)} times")
     _join(definition, self_name, packed, {part: found[0] for part, found in calls.items()})
-    return redecorate(stock.forward, function, compile_like(definition, function, filename))
+    return definition, function, filename
 
 
 def _check_scope(definition: ast.FunctionDef, function: FunctionType) -> None:

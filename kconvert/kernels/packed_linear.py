@@ -18,7 +18,7 @@ from torch import nn
 from kconvert.kernels.layout import Layout
 from kconvert.transforms import LayoutSpec, Op
 
-__all__ = ["LinearView", "PackedLinearLayout"]
+__all__ = ["LinearView", "PackedLinearLayout", "join_linears"]
 
 
 class LinearView:
@@ -158,7 +158,7 @@ class PackedLinearLayout(Layout):
                 continue
             linears = [cast("nn.Linear", self._modules[part]) for part in parts]
             rows[packed] = tuple(linear.out_features for linear in linears)
-            joined = _join(linears)
+            joined = join_linears(linears)
             joined.train(self.training)
             children = dict(self._modules)
             self._modules.clear()
@@ -209,7 +209,8 @@ def _unlike(linears: Sequence[nn.Linear], names: Sequence[str]) -> str | None:
     return None
 
 
-def _join(linears: Sequence[nn.Linear]) -> nn.Linear:
+def join_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """One linear layer with all their rows, in order; on meta where they are."""
     first = linears[0]
     packed = nn.Linear(
         first.in_features,

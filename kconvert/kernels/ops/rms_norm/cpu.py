@@ -12,20 +12,26 @@ from kconvert.kernels.base import DeviceType, LayoutKernel
 from kconvert.kernels.ops.rms_norm.layout import RMSNormLayout, RMSNormVariant
 from kconvert.kernels.registry import register_kernel
 
-__all__ = ["CpuFusedRMSNorm", "rms_norm_cpu"]
+__all__ = ["CpuFusedRMSNorm", "rms_norm_cpu", "rms_norm_torch"]
 
 
 def rms_norm_cpu(hidden: torch.Tensor, weight: torch.Tensor, variant: RMSNormVariant) -> torch.Tensor:
     """`hidden` `[..., n]` normalised over its last dimension; see `rms_norm_formula` for the arithmetic."""
+    return rms_norm_torch(hidden, weight, eps=variant.eps, offset=variant.offset, cast_first=variant.cast_first)
+
+
+def rms_norm_torch(
+    hidden: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float, cast_first: bool
+) -> torch.Tensor:
+    """`rms_norm_formula` by `torch.nn.functional.rms_norm`; needs nothing but torch, and is exported as it stands."""
     shape = (hidden.shape[-1],)
-    if variant.cast_first:
-        scale = weight if variant.offset == 0.0 else variant.offset + weight
+    if cast_first:
+        scale = weight if offset == 0.0 else offset + weight
         if hidden.dtype == torch.float32 == weight.dtype:
-            return F.rms_norm(hidden, shape, scale, variant.eps)
-        normed = F.rms_norm(hidden.float(), shape, None, variant.eps).to(hidden.dtype)
-        return scale * normed
-    scale = weight.float() if variant.offset == 0.0 else variant.offset + weight.float()
-    return F.rms_norm(hidden.float(), shape, scale, variant.eps).to(hidden.dtype)
+            return F.rms_norm(hidden, shape, scale, eps)
+        return scale * F.rms_norm(hidden.float(), shape, None, eps).to(hidden.dtype)
+    scale = weight.float() if offset == 0.0 else offset + weight.float()
+    return F.rms_norm(hidden.float(), shape, scale, eps).to(hidden.dtype)
 
 
 @register_kernel
