@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test lint types layers docs docs-check sweep check clean
+.PHONY: help demo demo-real test lint types layers docs docs-check sweep sweep-bake check clean
 
 help:  ## list the targets
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +49,9 @@ docs-check: $(STAMP)  ## run what README and docs/ show
 
 sweep: $(STAMP)  ## try all causal-LM types of transformers, write docs/model-types.md
 	$(BIN)/python -m tests.sweep.sweep
+
+sweep-bake: $(STAMP)  ## bake all types that transformers maps while loading, write the table in docs/baking.md
+	$(BIN)/python -m tests.bake.sweep
 
 check: test lint types layers  ## everything; what CI runs (test includes docs-check)
 

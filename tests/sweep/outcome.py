@@ -23,7 +23,7 @@ from kconvert.runtime import load_converted
 from tests.support import read_raw
 from tests.sweep.tiny import NotBuiltError, build_tiny, logits_of
 
-__all__ = ["Outcome", "Status", "check_type"]
+__all__ = ["Outcome", "Status", "aligned", "check_type"]
 
 Status = Literal["equal", "nothing fits", "refused", "not built", "WRONG"]
 TOLERANCE = 1e-5
@@ -99,7 +99,7 @@ def _check(outcome: Outcome, directory: Path) -> None:
     model.save_pretrained(source, save_original_format=not joins)
     renamed = read_raw(source).keys() - model.state_dict().keys()
     outcome.names = "module" if joins else "mapped" if renamed else "same"
-    stock = _aligned(type(model).from_pretrained(source))
+    stock = aligned(type(model).from_pretrained(source))
     expected = logits_of(stock)
     if not torch.equal(expected, logits_of(model)):
         raise NotBuiltError("transformers itself does not bring the model back from a save")
@@ -135,7 +135,7 @@ def _note(notes: dict[str, list[str]], key: str, text: str) -> None:
         known.append(text)
 
 
-def _aligned(model: Any) -> Any:
+def aligned(model: Any) -> Any:
     """The model with its weights in memory of their own.
 
     A loader maps tensors as they lie in the file, and the last bit of a float32 GEMM can depend on where in a cache
@@ -147,9 +147,9 @@ def _aligned(model: Any) -> Any:
 
 
 def _check_loaded(outcome: Outcome, converted: Path, expected: torch.Tensor) -> None:
-    reference = _aligned(load_converted(converted, kernels="reference"))
+    reference = aligned(load_converted(converted, kernels="reference"))
     _require(torch.equal(logits_of(reference), expected), "the reference gives other logits than the stock model")
-    model = _aligned(load_converted(converted))
+    model = aligned(load_converted(converted))
     found = logits_of(model)
     error = ((found - expected).abs().max() / expected.abs().max().clamp_min(1e-9)).item()
     _require(error <= TOLERANCE, f"the kernels' logits are off by {error:.1e}")
@@ -164,10 +164,10 @@ def _check_saved(directory: Path, stock: Any, expected: torch.Tensor) -> None:
     model = load_converted(directory / "converted", kernels="reference")
     model.save_pretrained(directory / "stock")
     _require(read_raw(directory / "stock") == read_raw(directory / "source"), "a stock save gives other tensors")
-    again = _aligned(type(stock).from_pretrained(directory / "stock"))
+    again = aligned(type(stock).from_pretrained(directory / "stock"))
     _require(torch.equal(logits_of(again), expected), "a stock save gives other logits")
     model.save_pretrained(directory / "packed", variant="kconvert")
-    packed = _aligned(load_converted(directory / "packed", kernels="reference"))
+    packed = aligned(load_converted(directory / "packed", kernels="reference"))
     _require(torch.equal(logits_of(packed), expected), "a packed save gives other logits")
 
 

@@ -38,7 +38,7 @@ def _work(model_type: str, directory: str) -> None:
     (Path(directory) / "outcome.json").write_text(json.dumps(outcome.to_json()), encoding="utf-8")
 
 
-def run_isolated(context: Any, model_type: str, limit: float, work: Any = _work) -> Any:
+def run_isolated(context: Any, model_type: str, limit: float, work: Any = _work, outcome_class: Any = None) -> Any:
     """The outcome of a type from a process of its own.
 
     Args:
@@ -46,9 +46,11 @@ def run_isolated(context: Any, model_type: str, limit: float, work: Any = _work)
         model_type: what to run.
         limit: seconds.
         work: what runs in the process; it leaves `outcome.json` in the folder that it is given.
+        outcome_class: what the outcome is made as; that of this sweep if left out.
     """
     from tests.sweep.outcome import Outcome
 
+    made = outcome_class or Outcome
     with tempfile.TemporaryDirectory(prefix="kconvert-sweep-") as directory:
         process = context.Process(target=work, args=(model_type, directory), daemon=True)
         process.start()
@@ -56,11 +58,11 @@ def run_isolated(context: Any, model_type: str, limit: float, work: Any = _work)
         if process.is_alive():
             process.kill()
             process.join()
-            return Outcome(model_type, reason=f"no result after {limit:g} seconds")
+            return made(model_type, reason=f"no result after {limit:g} seconds")
         result = Path(directory) / "outcome.json"
         if not result.is_file():
-            return Outcome(model_type, reason=f"its process ended with code {process.exitcode} and no result")
-        return Outcome(**json.loads(result.read_text(encoding="utf-8")))
+            return made(model_type, reason=f"its process ended with code {process.exitcode} and no result")
+        return made(**json.loads(result.read_text(encoding="utf-8")))
 
 
 def main(arguments: list[str] | None = None) -> int:

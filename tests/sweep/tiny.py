@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from kconvert.kernels.probe import sample_ids
 
-__all__ = ["NotBuiltError", "build_tiny", "causal_types", "logits_of"]
+__all__ = ["NotBuiltError", "build_tiny", "causal_types", "logits_of", "randomise", "reason_of", "shrink"]
 
 _MAX_PARAMETERS = 4_000_000
 
@@ -158,7 +158,7 @@ def _kept_layers(values: Mapping[str, Any]) -> tuple[str | None, int, tuple[int,
     return name, total, tuple(first if len(first) > 1 else [0, 1][:total])
 
 
-def shrink(config: Any, extra: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+def shrink(config: Any, extra: Mapping[str, Any], head_dim: int, sizes: Mapping[str, int] = SIZES) -> dict[str, Any]:
     """The constructor arguments of a tiny config; sub-configs as dicts."""
     fields = {field.name for field in dataclasses.fields(config) if field.init}
     values = {key: value for key, value in vars(config).items() if key in fields and not key.startswith("_")}
@@ -166,19 +166,19 @@ def shrink(config: Any, extra: Mapping[str, Any], head_dim: int) -> dict[str, An
     count_name, total, layers = _kept_layers(values)
     for key, value in values.items():
         if _is_config(value):
-            made[key] = {"model_type": value.model_type, **shrink(value, extra.get(key, {}), head_dim)}
+            made[key] = {"model_type": value.model_type, **shrink(value, extra.get(key, {}), head_dim, sizes)}
         elif isinstance(value, bool):
             made.update({key: True} if key == "is_decoder" else {})
         elif key == count_name:
             made[key] = len(layers)
         elif key in _SPECIAL_IDS:
             made[key] = value if value is None or (key == "pad_token_id" and value < 0) else _SPECIAL_IDS[key]
-        elif isinstance(value, int) and key in SIZES:
-            made[key] = min(value, SIZES[key])
+        elif isinstance(value, int) and key in sizes:
+            made[key] = min(value, sizes[key])
         elif key in _INDEX_LISTS and isinstance(value, list | tuple):
             made[key] = [number for number in value if number < len(layers)]
         elif isinstance(value, list | tuple) and len(value) == total > 2 and not isinstance(value[0], list | tuple):
-            made[key] = [_item(key, value[number]) for number in layers]
+            made[key] = [_item(key, value[number], sizes) for number in layers]
     if "mlp_only_layers" in fields:
         made["mlp_only_layers"] = [0]
     _relate(values, made, head_dim)
@@ -188,9 +188,9 @@ def shrink(config: Any, extra: Mapping[str, Any], head_dim: int) -> dict[str, An
     return made
 
 
-def _item(key: str, value: Any) -> Any:
+def _item(key: str, value: Any, sizes: Mapping[str, int]) -> Any:
     """One layer's item of a list."""
-    size = SIZES.get(key.removesuffix("_per_layer"))
+    size = sizes.get(key.removesuffix("_per_layer"))
     return value if size is None or not isinstance(value, int) else min(value, size)
 
 
@@ -221,11 +221,11 @@ def build_tiny(model_type: str, *, seed: int = 0) -> Any:
         try:
             return _build(model_type, head_dim, seed)
         except Exception as error:  # noqa: BLE001 - whatever a model's own code raises, it is the reason
-            failures.append(error if isinstance(error, NotBuiltError) else NotBuiltError(_reason(error)))
+            failures.append(error if isinstance(error, NotBuiltError) else NotBuiltError(reason_of(error)))
     raise failures[0]
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """An error in one short line; a config class says on its last line what is wrong."""
     if isinstance(error, ImportError):
         return "it needs a package that kconvert does not"  # which one depends on what else is installed
