@@ -6,11 +6,12 @@ Weights are written and read without kconvert's own header code, so that a fault
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ __all__ = [
     "RawTensor",
     "check_refused",
     "convert",
+    "indices_of",
     "manifest_bytes",
     "qwen3_config",
     "qwen3_tensors",
@@ -35,13 +37,30 @@ __all__ = [
     "save_tiny",
     "tiny_config",
     "tiny_model",
+    "unpacked",
     "write_checkpoint",
     "write_recipe",
     "write_safetensors",
 ]
 
 Kind = Literal[
-    "qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", "gemma3", "phi3", "granite", "olmo2", "olmo"
+    "qwen2",
+    "qwen3",
+    "llama",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "gemma3",
+    "phi3",
+    "granite",
+    "olmo2",
+    "olmo",
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "deepseek_v3",
+    "gpt_oss",
 ]
 """Model types that `tiny_model` makes."""
 
@@ -135,13 +154,105 @@ def read_raw(directory: Path, pattern: str = "*.safetensors") -> dict[str, RawTe
     return found
 
 
+Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def indices_of(numbers: Sequence[int]) -> tuple[Indices, Indices]:
+    """Where each element of a manifest's piece stands in the source, and where in the target."""
+    source, target = (np.array([start], dtype=np.int64) for start in numbers[:2])
+    for size, source_stride, target_stride in zip(numbers[2::3], numbers[3::3], numbers[4::3], strict=True):
+        steps = np.arange(size, dtype=np.int64)
+        source, target = (
+            np.add.outer(places, steps * stride).ravel()
+            for places, stride in ((source, source_stride), (target, target_stride))
+        )
+    return source, target
+
+
+def unpacked(manifest: Manifest, tensors: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
+    """The tensors of the source's files, cut out of the targets by the manifest alone.
+
+    Dtypes are those of the targets.  An element that is nowhere, or in two places, is a ValueError.
+    """
+    parts, origins = _Cut(), _Cut()
+    for record in manifest.tensors:
+        stored = tensors[record.target]
+        if (stored.dtype, stored.shape) != (record.dtype, record.shape):
+            raise ValueError(f"{record.target} is not as the manifest says")
+        for part in record.parts:
+            parts.take(part.source, part.shape, part.pieces, stored)
+    for part in {part.source: part for record in manifest.tensors for part in record.parts}.values():
+        for origin in part.origins:
+            origins.take(origin.file_name, origin.shape, origin.pieces, parts.whole(part.source))
+    return {name: origins.whole(name) for name in origins.shapes}
+
+
+class _Cut:
+    """Tensors that are put together from pieces of others."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
+        self._values: dict[str, np.ndarray[Any, Any]] = {}
+        self._uses: dict[str, Indices] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], pieces: Sequence[Sequence[int]], stored: RawTensor) -> None:
+        """Some elements of `name` out of `stored`, which the pieces have as their target."""
+        item = next(dtype.itemsize for dtype, known in _DTYPES.items() if known == stored.dtype)
+        data = np.frombuffer(stored.data, dtype=f"V{item}")
+        if name not in self.shapes:
+            self.shapes[name], self._dtypes[name] = shape, stored.dtype
+            self._values[name] = np.empty(math.prod(shape), dtype=data.dtype)
+            self._uses[name] = np.zeros(math.prod(shape), dtype=np.int64)
+        for piece in pieces:
+            source, target = indices_of(piece)
+            self._values[name][source] = data[target]
+            np.add.at(self._uses[name], source, 1)
+
+    def whole(self, name: str) -> RawTensor:
+        """The tensor, of which nothing may be missing."""
+        if (self._uses[name] != 1).any():
+            raise ValueError(f"{name} has elements that are nowhere, or in two places")
+        return RawTensor(self._dtypes[name], self.shapes[name], self._values[name].tobytes())
+
+
 # --- tiny models ------------------------------------------------------------------------------------
+
+
+_QWEN_MOE = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
+
+_EXPERTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_moe": {**_QWEN_MOE, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": _QWEN_MOE,
+    "mixtral": {"num_local_experts": 12},
+    "olmoe": {"num_experts": 12, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "n_routed_experts": 12,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+    "gpt_oss": {"num_local_experts": 12, "num_experts_per_tok": 2},
+}
+"""More than ten experts: their numbers in text order are not in numeric order.  The first layer is dense where it can be."""
+
+_OWN_HEAD_DIM = ("phi3", "olmoe", "deepseek_v3")
+"""Types that derive the size of a head from other values."""
 
 
 def tiny_config(kind: Kind, *, tie: bool = False, **kw: Any) -> Any:
     """A config of two layers, hidden 32, four heads of 16 (not hidden / heads), two kv heads; `kw` overrides.
 
-    Phi-3 has no head_dim of its own and keeps hidden / heads.  Gemma 3 with images has a vision tower of one layer;
+    Phi-3 and OLMoE have no head_dim of their own and keep hidden / heads.  Gemma 3 with images has a vision tower of one layer;
     `kw` is for its text part.
     """
     from transformers import AutoConfig
@@ -159,10 +270,12 @@ def tiny_config(kind: Kind, *, tie: bool = False, **kw: Any) -> Any:
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": None,
+        **_EXPERTS.get(kind, {}),
         **kw,
     }
+    if kind in _OWN_HEAD_DIM:
+        values.pop("head_dim", None)
     if kind == "phi3":
-        del values["head_dim"]
         values.update(original_max_position_embeddings=64)
     if kind == "gemma3":
         vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -190,7 +303,12 @@ def tiny_model(kind: Kind, *, dtype: torch.dtype = torch.float32, tie: bool = Fa
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1.0 + 0.25 * values if "norm" in name else 0.2 * values)
-    return model.to(dtype).eval()
+    model.to(dtype)
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):  # float32 in any model, as transformers loads it
+            values = 0.2 * torch.randn(module.e_score_correction_bias.shape, generator=generator)
+            module.e_score_correction_bias = values
+    return model.eval()
 
 
 def save_tiny(

@@ -91,9 +91,23 @@ def test_import_is_light() -> None:
     run_fresh(None)
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["apply", "--help"], ["list-kernels", "--no-probe"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["apply", "--help"],
+        ["list-kernels", "--no-probe"],
+        ["check-kernel", "--help"],
+        ["new-kernel", "--help"],
+    ],
+    ids=" ".join,
+)
 def test_command_is_light(argv: list[str]) -> None:
     run_fresh(argv)
+
+
+def test_new_kernel_is_light(tmp_path: Path) -> None:
+    run_fresh(["new-kernel", "FastMLP", "-o", str(tmp_path / "new")])
 
 
 def test_plan_without_model_check_is_light(checkpoint: Path) -> None:

@@ -38,6 +38,7 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 MAX_HEADER_BYTES = 100_000_000
 _MAX_COUNT = 2**60
+_ALIGNMENT = 64
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _LFS_START = b"version "
@@ -236,7 +237,10 @@ def _refuse(what: str, where: str) -> NoReturn:
 def build_header(
     tensors: Sequence[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The first bytes of a file: 8 length bytes and compact JSON, padded with spaces to a multiple of 8.
+    """The first bytes of a file: 8 length bytes and compact JSON, padded with spaces to a multiple of 64 in all.
+
+    So the data begin on a cache line, and a tensor that is mapped from the file is aligned as one in memory of its own:
+    some products depend on that in the last bit.
 
     Args:
         tensors: `(name, dtype, shape, size_bytes)`, laid out one after another in this order.
@@ -257,7 +261,7 @@ def build_header(
         text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     except UnicodeEncodeError as error:
         raise CheckpointError(f"a tensor name or the metadata is not valid UTF-8: {error}") from error
-    raw = text + b" " * (-len(text) % 8)
+    raw = text + b" " * (-(len(text) + 8) % _ALIGNMENT)
     if len(raw) > MAX_HEADER_BYTES:
         raise CheckpointError(f"header of {len(raw)} bytes for {len(tensors)} tensors", fix="use smaller shards")
     parse_header(raw, data_bytes=begin, where="header to be written")

@@ -13,9 +13,13 @@ import typer.main
 
 from kconvert import __version__
 from kconvert.cli.apply import apply_command
+from kconvert.cli.check_kernel import check_kernel_command
 from kconvert.cli.doctor import doctor_command
+from kconvert.cli.export_kernel_config import export_kernel_config_command
+from kconvert.cli.export_package import export_package_command
 from kconvert.cli.inspect import inspect_command
 from kconvert.cli.list_kernels import list_kernels_command
+from kconvert.cli.new_kernel import new_kernel_command
 from kconvert.cli.output import note, print_json, printable, warn
 from kconvert.cli.plan import plan_command
 from kconvert.cli.verify import verify_command
@@ -45,7 +49,11 @@ app.command("plan", epilog=SEE_EXIT_CODES)(plan_command)
 app.command("inspect", epilog=SEE_EXIT_CODES)(inspect_command)
 app.command("verify", epilog=SEE_EXIT_CODES)(verify_command)
 app.command("list-kernels", epilog=SEE_EXIT_CODES)(list_kernels_command)
+app.command("new-kernel", epilog=SEE_EXIT_CODES)(new_kernel_command)
+app.command("check-kernel", epilog=SEE_EXIT_CODES)(check_kernel_command)
 app.command("doctor", epilog=SEE_EXIT_CODES)(doctor_command)
+app.command("export-package", epilog=SEE_EXIT_CODES)(export_package_command)
+app.command("export-kernel-config", epilog=SEE_EXIT_CODES)(export_kernel_config_command)
 
 
 @app.callback(invoke_without_command=True)

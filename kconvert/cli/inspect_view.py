@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kconvert.cli.output import (
+    NO_PATCHES,
     command_lines,
     format_bytes,
     make_console,
@@ -64,6 +65,8 @@ def show_converted(value: dict[str, Any]) -> None:
     print_text("Patches")
     for patch in value["patches"]:
         _show_patch(patch)
+    if not value["patches"]:
+        print_folded(NO_PATCHES, indent=2)
     print_text("")
     _show_tensors(value)
     if value["carried"]:

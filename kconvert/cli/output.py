@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 __all__ = [
+    "NO_PATCHES",
     "can_redraw",
     "command_lines",
     "foreign_output_apart",
@@ -32,6 +33,9 @@ __all__ = [
     "shell_quote",
     "warn",
 ]
+
+NO_PATCHES = "none; the tensors are stored as the model holds them"
+"""Said of a conversion that only bakes."""
 
 _GAP = 3
 """Blanks between two columns of a table."""

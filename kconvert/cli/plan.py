@@ -8,8 +8,9 @@ from textwrap import wrap
 from typing import Any
 
 from kconvert.cli.backends import prepare_torch
-from kconvert.cli.options import Json, ModelDir, NoModelCheck, RecipeName, TrustRemoteCode
+from kconvert.cli.options import Json, ModelDir, NoModelCheck, RecipeName, TrustKernel, TrustRemoteCode, trusted_kernels
 from kconvert.cli.output import (
+    NO_PATCHES,
     command_lines,
     foreign_output_apart,
     format_bytes,
@@ -36,13 +37,21 @@ def plan_command(
     model_dir: ModelDir,
     no_model_check: NoModelCheck = False,
     trust_remote_code: TrustRemoteCode = False,
+    trust_kernel: TrustKernel = None,
     json: Json = False,
 ) -> None:
     """Show what `apply` would do; writes nothing."""
+    trust_kernels = trusted_kernels(trust_kernel)
     if not no_model_check:
         prepare_torch()
     with Progress(checking(recipe, model_dir)), foreign_output_apart():
-        prepared = prepare(recipe, model_dir, model_check=not no_model_check, trust_remote_code=trust_remote_code)
+        prepared = prepare(
+            recipe,
+            model_dir,
+            model_check=not no_model_check,
+            trust_remote_code=trust_remote_code,
+            trust_kernels=trust_kernels,
+        )
     show_plan(prepared, as_json=json)
     if not json:
         _print_next(recipe, model_dir, prepared)
@@ -62,7 +71,7 @@ def _print_next(recipe: str, model_dir: Path, prepared: Prepared) -> None:
         command.append("-o OUTPUT")
     if not prepared.manifest.model_checked:
         command.append("--no-model-check")
-    if prepared.resolved.packages:
+    if any(package.needs_trust for package in prepared.resolved.packages.values()):
         command.append("--trust-remote-code")
     print_text("")
     print_text("Convert it")
@@ -78,10 +87,14 @@ def show_plan(prepared: Prepared, *, as_json: bool) -> None:
     if as_json:
         print_json(value)
         return
-    print_table("Patches", ("path", "class", "layout", "modules"), _patch_rows(value), right=("modules",), names="path")
-    print_text("Matched")
-    for line in _trace_lines(value):
-        print_text(f"  {line}")
+    if value["patches"]:
+        rows = _patch_rows(value)
+        print_table("Patches", ("path", "class", "layout", "modules"), rows, right=("modules",), names="path")
+        print_text("Matched")
+        for line in _trace_lines(value):
+            print_text(f"  {line}")
+    else:
+        print_text(f"Patches: {NO_PATCHES}")
     print_text("")
     print_text("Tensors")
     for line in _tensor_lines(value):
@@ -135,11 +148,14 @@ def _tensor_lines(value: dict[str, Any]) -> list[str]:
     same = 0
     for tensor in value["tensors"]:
         sources = [part["source"] for part in tensor["parts"]]
-        if sources == [tensor["target"]]:
+        if tensor["op"] == "copy" or (tensor["op"] == "rename" and sources == [tensor["target"]]):
             same += 1
             continue
-        made_of = tuple(dict.fromkeys(_part_text(part, tensor["dtype"]) for part in tensor["parts"]))
-        key = (starred(tensor["target"]), f"{tensor['dtype']} {tensor['shape']}", made_of)
+        made_of = tuple(dict.fromkeys(_origin_text(origin, tensor["dtype"]) for origin in tensor["origins"]))
+        form = f"{tensor['dtype']} {tensor['shape']}"
+        if tensor["op"] not in ("rename", "concatenate(0)"):  # the two that the lines below show
+            form += f"  {tensor['op']}"
+        key = (starred(tensor["target"]), form, made_of)
         groups[key] = groups.get(key, 0) + 1
     lines = []
     for (target, shape, made_of), count in groups.items():
@@ -148,6 +164,6 @@ def _tensor_lines(value: dict[str, Any]) -> list[str]:
     return [*lines, f"{same} others, as they are"]
 
 
-def _part_text(part: dict[str, Any], dtype: str) -> str:
-    name = starred(part["source"])
-    return name if part["dtype"] == dtype else f"{name}, {part['dtype']} as {dtype}"
+def _origin_text(origin: dict[str, Any], dtype: str) -> str:
+    name = starred(origin["name"])
+    return name if origin["dtype"] == dtype else f"{name}, {origin['dtype']} as {dtype}"

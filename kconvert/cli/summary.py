@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kconvert.cli.output import (
+    NO_PATCHES,
     command_lines,
     format_bytes,
     format_duration,
@@ -84,6 +85,8 @@ def _patch_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
 def _figures(result: ApplyResult) -> Iterator[tuple[str, str]]:
     manifest = result.prepared.manifest
     copied, packed = format_bytes(result.bytes_copied), format_bytes(result.bytes_transformed)
+    if not result.prepared.plan.entries:
+        yield "patches", NO_PATCHES
     yield "weights", f"{copied} as they are, {packed} packed"
     if not manifest.model_checked:
         yield "carried", "not known without the model check"

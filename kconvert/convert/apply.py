@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kconvert.checkpoint import build_header, build_index, is_inside_hub_cache
+from kconvert.checkpoint import DTYPE_BITS, build_header, build_index, is_inside_hub_cache
 from kconvert.convert.prepare import Prepared, prepare
 from kconvert.errors import UsageError
 from kconvert.names import CONFIG_NAME, INDEX_NAME, KERNELS_DIR, MANIFEST_NAME, SINGLE_NAME, SOURCE_HEADERS_NAME
-from kconvert.plan import OutputShard, Part, Step
-from kconvert.rewrite import Cast, Copy, Extent, Job, OutputFile, check_output, rewrite
+from kconvert.plan import OutputShard, Step
+from kconvert.rewrite import Cast, Computed, Copy, Extent, Gather, GatherPiece, Job, OutputFile, check_output, rewrite
+from kconvert.transforms import Piece, runs_of
 
 __all__ = ["ApplyResult", "apply_recipe", "default_output"]
+
+_SHORT_RUN_BYTES = 64 << 10
+"""Runs shorter than this are gathered in memory: a system call for each would cost more."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ def apply_recipe(
     overwrite: bool = False,
     model_check: bool = True,
     trust_remote_code: bool = False,
+    trust_kernels: Mapping[str, str] | None = None,
     on_prepared: Callable[[Prepared, Job], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> ApplyResult:
@@ -65,7 +70,7 @@ def apply_recipe(
         output: where to write; `<model_dir>-kconvert` if left out.
         overwrite: replace an output that kconvert wrote.
         model_check: see `prepare`.
-        trust_remote_code: see `prepare`.
+        trust_remote_code, trust_kernels: see `prepare`.
         on_prepared: called once everything is checked, with what will be written.
         on_progress: called with the number of bytes just written.
 
@@ -75,7 +80,13 @@ def apply_recipe(
     started = time.perf_counter()
     target = output if output is not None else default_output(model_dir)
     check_output(target, source=model_dir, overwrite=overwrite)
-    prepared = prepare(recipe_name, model_dir, model_check=model_check, trust_remote_code=trust_remote_code)
+    prepared = prepare(
+        recipe_name,
+        model_dir,
+        model_check=model_check,
+        trust_remote_code=trust_remote_code,
+        trust_kernels=trust_kernels,
+    )
     job = build_job(prepared)
     if on_prepared is not None:
         on_prepared(prepared, job)
@@ -119,10 +130,35 @@ def _output_file(shard: OutputShard, paths: dict[str, Path]) -> OutputFile:
     header = build_header(
         [(step.target, step.dtype, step.shape, step.size_bytes) for step in shard.steps], {"format": "pt"}
     )
-    extents = tuple(_extent(step, part, paths[part.file]) for step in shard.steps for part in step.parts)
-    return OutputFile(shard.name, header, extents)
+    return OutputFile(shard.name, header, tuple(extent for step in shard.steps for extent in _extents(step, paths)))
 
 
-def _extent(step: Step, part: Part, path: Path) -> Extent:
-    cast = None if part.dtype == step.dtype else Cast(part.dtype, step.dtype)
-    return Extent(path, part.offset, part.size_bytes, cast)
+def _is_scattered(piece: Piece, item_bytes: int) -> bool:
+    """Whether a piece is many short runs."""
+    return piece.run_size < piece.size and piece.run_size * item_bytes < _SHORT_RUN_BYTES
+
+
+def _extents(step: Step, paths: Mapping[str, Path]) -> Iterator[Extent | Gather | Computed]:
+    """The bytes of a step: runs one after another, or gathered where these are short."""
+    if step.computed is not None:
+        yield Computed(step.target, step.size_bytes, step.computed.make)
+        return
+    origins = {origin.name: origin for origin in step.origins}
+    casts = {
+        name: Cast(origin.dtype, step.dtype) if origin.dtype != step.dtype else None for name, origin in origins.items()
+    }
+    bits = DTYPE_BITS[step.dtype]
+    if bits >= 8 and any(_is_scattered(piece, bits // 8) for piece in step.stored.pieces):
+        yield Gather(
+            step.stored.size,
+            bits // 8,
+            tuple(
+                GatherPiece(paths[origins[piece.source].file], origins[piece.source].offset, piece, casts[piece.source])
+                for piece in step.stored.pieces
+            ),
+        )
+        return
+    for run in runs_of(step.stored.pieces):
+        origin = origins[run.source]
+        start, size = (count * DTYPE_BITS[origin.dtype] // 8 for count in (run.source_start, run.size))
+        yield Extent(paths[origin.file], origin.offset + start, size, casts[run.source])

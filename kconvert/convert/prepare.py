@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kconvert.checkpoint import Checkpoint, Sidecars, list_sidecars, open_checkpoint
 from kconvert.convert.mapped_types import check_unmapped
-from kconvert.convert.record import build_manifest, rounding_warnings, source_headers
+from kconvert.convert.record import build_manifest, computed_warnings, rounding_warnings, source_headers
 from kconvert.convert.resolve import ResolvedRecipe, resolve_recipe
 from kconvert.errors import CheckpointError, RecipeError
 from kconvert.manifest import Manifest
 from kconvert.plan import Plan, build_plan
 from kconvert.recipe import Recipe, find_recipe, load_recipe, recipes_for
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Prepared", "prepare", "prepare_recipe"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,12 @@ class Prepared:
 
 
 def prepare(
-    recipe_name: str, model_dir: Path, *, model_check: bool = True, trust_remote_code: bool = False
+    recipe_name: str,
+    model_dir: Path,
+    *,
+    model_check: bool = True,
+    trust_remote_code: bool = False,
+    trust_kernels: Mapping[str, str] | None = None,
 ) -> Prepared:
     """Read and check everything; writes nothing.
 
@@ -44,12 +51,32 @@ def prepare(
         model_dir: the source checkpoint.
         model_check: build the model on meta and compare; without it no torch is imported for built-in layouts.
         trust_remote_code: let kernel packages that the recipe trusts run on this machine.
+        trust_kernels: package ID to digest: lets just these of them run.
 
     Raises:
         RecipeError, CheckpointError, TrustError, KernelRefusedError: see the error classes.
     """
-    started = time.perf_counter()
     recipe = load_recipe(find_recipe(recipe_name))
+    return prepare_recipe(
+        recipe,
+        model_dir,
+        model_check=model_check,
+        trust_remote_code=trust_remote_code,
+        trust_kernels=trust_kernels,
+    )
+
+
+def prepare_recipe(
+    recipe: Recipe,
+    model_dir: Path,
+    *,
+    model_check: bool = True,
+    trust_remote_code: bool = False,
+    trust_kernels: Mapping[str, str] | None = None,
+    resolved: ResolvedRecipe | None = None,
+) -> Prepared:
+    """`prepare` for a recipe that is loaded; `resolved` where its packages are imported already."""
+    started = time.perf_counter()
     checkpoint = open_checkpoint(model_dir)
     warnings = checkpoint.warnings
     if checkpoint.model_type is None or not checkpoint.architectures:
@@ -65,25 +92,37 @@ def prepare(
             where=recipe.where,
             fix=_other_recipe(checkpoint.model_type),
         )
-    resolved = resolve_recipe(recipe, trust_remote_code=trust_remote_code)
+    resolved = resolved or resolve_recipe(
+        recipe,
+        trust_remote_code=trust_remote_code,
+        trust_kernels=trust_kernels,
+        config_of=partial(_config_of, checkpoint),
+    )
     if model_check:
+        from kconvert.convert.compute import compute
+        from kconvert.convert.mapping_scope import check_mapping_scope
         from kconvert.convert.stock import build_stock_model
-        from kconvert.convert.structure import check_fit, check_packed_model
+        from kconvert.convert.structure import LayoutShapes, check_fit, check_packed_model
 
         stock = build_stock_model(checkpoint)
         warnings += stock.warnings
         plan = build_plan(
             checkpoint,
             resolved.entries,
-            module_names=stock.module_names,
+            tensors=stock.tensors,
             classes=stock.classes,
             check_claims=partial(check_fit, stock, resolved.entries),
+            shapes_of=LayoutShapes(stock, checkpoint, recipe, resolved),
+            compute=lambda entry, rule, tensors: compute(
+                rule, tensors, checkpoint, stock.model, error=RecipeError, where=entry.where
+            ),
         )
+        check_mapping_scope(resolved, stock.model.state_dict(), stock.classes)
     else:
         check_unmapped(str(checkpoint.model_type), model_dir)
         plan = build_plan(checkpoint, resolved.entries)
     sidecars = list_sidecars(checkpoint)
-    warnings += sidecars.warnings + rounding_warnings(plan)
+    warnings += sidecars.warnings + rounding_warnings(plan) + computed_warnings(plan)
     headers = source_headers(checkpoint)
     manifest = build_manifest(checkpoint, recipe, plan, sidecars, headers)
     if model_check:
@@ -99,6 +138,13 @@ def prepare(
         warnings,
         time.perf_counter() - started,
     )
+
+
+def _config_of(checkpoint: Checkpoint) -> Any:
+    """The model's config."""
+    from kconvert.runtime.modelclass import load_config, model_class
+
+    return load_config(checkpoint.model_dir, model_class(checkpoint.model_dir, checkpoint.config))
 
 
 def _other_recipe(model_type: str) -> str:

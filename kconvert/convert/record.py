@@ -5,14 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from kconvert import __version__
-from kconvert.checkpoint import Checkpoint, Sidecars
+from kconvert.checkpoint import Checkpoint, Sidecars, SourceTensor
 from kconvert.manifest import (
     Manifest,
     OmittedRecord,
+    OriginRecord,
     PartRecord,
     PatchRecord,
     SourceFileRecord,
@@ -20,10 +21,11 @@ from kconvert.manifest import (
     sha256_digest,
 )
 from kconvert.names import SOURCE_HEADERS_NAME
-from kconvert.plan import Plan
+from kconvert.plan import Part, Plan, Step
 from kconvert.recipe import Recipe
+from kconvert.transforms import Arrangement
 
-__all__ = ["build_manifest", "rounding_warnings", "source_headers"]
+__all__ = ["build_manifest", "computed_warnings", "rounding_warnings", "source_headers"]
 
 
 def source_headers(checkpoint: Checkpoint) -> bytes:
@@ -63,11 +65,9 @@ def build_manifest(checkpoint: Checkpoint, recipe: Recipe, plan: Plan, sidecars:
                 dtype=step.dtype,
                 shape=step.shape,
                 op=step.op,
-                axis=step.axis,
                 patch=step.entry,
-                parts=tuple(
-                    PartRecord(part.source, part.file_name, part.file, part.dtype, part.rows) for part in step.parts
-                ),
+                parts=_parts(step, checkpoint.tensors),
+                exact=step.computed is None,
             )
             for step in plan.steps
         ),
@@ -82,6 +82,32 @@ def build_manifest(checkpoint: Checkpoint, recipe: Recipe, plan: Plan, sidecars:
         source_headers_digest=sha256_digest(headers),
         written_by="apply",
     )
+
+
+def _parts(step: Step, tensors: Mapping[str, SourceTensor]) -> tuple[PartRecord, ...]:
+    if step.computed is not None and not any(part.stored.pieces for part in step.parts):
+        # computed while baking: of the files' tensors only the names are known
+        (part,) = step.parts
+        origins = (OriginRecord(each.name, each.file, each.dtype, each.shape, ()) for each in step.origins)
+        return (PartRecord(part.source, part.shape, (), tuple(origins)),)
+    pieces = _pieces_by_source(step.made)
+    return tuple(
+        PartRecord(part.source, part.shape, pieces.get(part.source, ()), _origins(part, tensors)) for part in step.parts
+    )
+
+
+def _origins(part: Part, tensors: Mapping[str, SourceTensor]) -> tuple[OriginRecord, ...]:
+    return tuple(
+        OriginRecord(name, tensors[name].file, tensors[name].dtype, tensors[name].shape, pieces)
+        for name, pieces in _pieces_by_source(part.stored).items()
+    )
+
+
+def _pieces_by_source(made: Arrangement) -> dict[str, tuple[tuple[int, ...], ...]]:
+    found: dict[str, list[tuple[int, ...]]] = {source: [] for source in made.sources}
+    for piece in made.pieces:
+        found[piece.source].append(piece.numbers())
+    return {source: tuple(pieces) for source, pieces in found.items()}
 
 
 def _patches(plan: Plan) -> tuple[PatchRecord, ...]:
@@ -101,13 +127,23 @@ def _patches(plan: Plan) -> tuple[PatchRecord, ...]:
     )
 
 
+def computed_warnings(plan: Plan) -> tuple[str, ...]:
+    """One line per entry and op whose tensors are computed, because nothing can give their sources back."""
+    found = Counter((step.entry, step.op) for step in plan.steps if step.computed is not None)
+    return tuple(
+        f"{count} {'tensor is' if count == 1 else 'tensors are'} made by {op}, which has no exact inverse: the sources"
+        f"{'' if entry is None else f' of the entry at {plan.entries[entry].where}'} cannot be given back"
+        for (entry, op), count in found.items()
+    )
+
+
 def rounding_warnings(plan: Plan) -> tuple[str, ...]:
     """One line per entry and pair of dtypes whose values are rounded because the recipe names a dtype."""
     rounded = Counter(
-        (step.entry, part.dtype, step.dtype)
+        (step.entry, origin.dtype, step.dtype)
         for step in plan.steps
-        for part in step.parts
-        if part.is_rounded_to(step.dtype)
+        for origin in step.origins
+        if origin.is_rounded_to(step.dtype)
     )
     return tuple(
         f"{count} {'tensor is' if count == 1 else 'tensors are'} rounded from {source} to {target}, "

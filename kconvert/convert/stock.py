@@ -1,23 +1,21 @@
 """The stock model on meta: what the planner has to know of it.
 
-The model of `config.json` is built without memory.  It gives the class of every module, and transformers'
-own conversion mapping gives each tensor's module name.  Code that lies in the checkpoint is never run, and
-tensors that transformers would join or split while loading are refused.  Tensors that the config ties and the
+The model of `config.json` is built without memory.  It gives the class of every module, and `bake` its tensors out of
+those of the files.  Code that lies in the checkpoint is never run.  Tensors that the config ties and the
 checkpoint stores with different values are warned of: transformers keeps both, so both are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
 from kconvert.checkpoint import Checkpoint, have_equal_bytes
+from kconvert.convert.bake import bake
 from kconvert.errors import CheckpointError, TrustError
 from kconvert.names import CONFIG_NAME
+from kconvert.plan import COPY, ModuleTensor
 from kconvert.runtime.modelclass import build_meta_model, load_config, model_class
 
 __all__ = ["StockModel", "build_stock_model"]
@@ -30,15 +28,15 @@ class StockModel:
     model: Any
     config: Any
     classes: Mapping[str, str]
-    module_names: Mapping[str, str]
+    tensors: tuple[ModuleTensor, ...]
     warnings: tuple[str, ...]
 
 
 def build_stock_model(checkpoint: Checkpoint) -> StockModel:
-    """Build the model of `config.json` on meta and translate the checkpoint's names.
+    """Build the model of `config.json` on meta and find its tensors in the checkpoint.
 
     Raises:
-        CheckpointError: no such class, or tensors that transformers would join or split while loading.
+        CheckpointError: no such class, or tensors that do not make the model's.
         TrustError: the class is defined by code in the directory, which is never run here.
     """
     directory = checkpoint.model_dir
@@ -69,38 +67,15 @@ def build_stock_model(checkpoint: Checkpoint) -> StockModel:
             fix="leave the source alone, and start again",
         )
     classes = {path: type(module).__name__ for path, module in model.named_modules() if path}
-    names = _module_names(checkpoint, model)
-    return StockModel(model, config, classes, names, _tie_warnings(checkpoint, model, names))
+    tensors = bake(checkpoint, model)
+    return StockModel(model, config, classes, tensors, _tie_warnings(checkpoint, model, tensors))
 
 
-def _tie_warnings(checkpoint: Checkpoint, model: Any, names: Mapping[str, str]) -> tuple[str, ...]:
+def _tie_warnings(checkpoint: Checkpoint, model: Any, tensors: Iterable[ModuleTensor]) -> tuple[str, ...]:
     """Of tensors that the config ties, both stored, that differ; equal ones transformers ties, as if one were stored."""
-    file_names = {name: file_name for file_name, name in names.items()}
-    stored = {name: checkpoint.tensors[file_name] for name, file_name in file_names.items()}
+    stored = {tensor.name: checkpoint.tensors[tensor.stored.sources[0]] for tensor in tensors if tensor.op == COPY}
     return tuple(
         f"{target} and {source} are stored with different values, though the config ties them; both are kept"
         for target, source in sorted((getattr(model, "all_tied_weights_keys", None) or {}).items())
         if target in stored and source in stored and not have_equal_bytes(checkpoint, stored[target], stored[source])
     )
-
-
-def _module_names(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
-    """File name to module name, by the rules and in the order of transformers' loader."""
-    mapping = get_model_conversion_mapping(model)
-    renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
-    state = model.state_dict()
-    prefix = model.base_model_prefix
-    names = {}
-    for name in checkpoint.tensors:
-        renamed, pattern = rename_source_key(name, renamings, converters, prefix, state)
-        if renamed not in state and name in state:
-            renamed, pattern = rename_source_key(name, [], [], prefix, state)
-        if pattern is not None and renamed in state and renamed != name:
-            raise CheckpointError(
-                f"transformers joins or splits {name!r} into {renamed!r} while loading, which cannot be written yet",
-                where=str(checkpoint.model_dir),
-                fix="load the model with transformers and save it with save_original_format=False, then convert that",
-            )
-        names[name] = renamed
-    return names

@@ -8,13 +8,16 @@ tensor must not move into or out of what the model keeps in float32.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 
-from kconvert.checkpoint import Checkpoint
+from kconvert.checkpoint import Checkpoint, Sidecars
+from kconvert.convert.bake import check_stable_names
+from kconvert.convert.record import build_manifest
 from kconvert.convert.resolve import ResolvedRecipe
 from kconvert.convert.stock import StockModel
 from kconvert.errors import CheckpointError, RecipeError
@@ -23,8 +26,17 @@ from kconvert.kernels.dataflow import check_chains
 from kconvert.kernels.model import converted_class
 from kconvert.manifest import Manifest
 from kconvert.plan import Claim, Entry, Plan
+from kconvert.recipe import Recipe
 from kconvert.runtime.modelclass import build_meta_model
-from kconvert.runtime.patching import PatchedOnInit, PatchJob, ResolvedPatch, packings_of, patching, resolve_layout
+from kconvert.runtime.patching import (
+    PatchedOnInit,
+    PatchJob,
+    ResolvedPatch,
+    packings_of,
+    patching,
+    resolve_layout,
+    resolve_package,
+)
 
 __all__ = ["check_fit", "check_packed_model"]
 
@@ -45,6 +57,29 @@ def check_fit(stock: StockModel, entries: Sequence[Entry], claims: Sequence[Clai
                 where=entry.where,
                 fix="use a kernel for this kind of module, or narrow the path",
             )
+
+
+@dataclass(frozen=True)
+class LayoutShapes:
+    """The shapes of the packed model's tensors, for conversion mappings that ask: it is built when the first one does."""
+
+    stock: StockModel
+    checkpoint: Checkpoint
+    recipe: Recipe
+    resolved: ResolvedRecipe
+
+    def __call__(self, claims: Sequence[Claim]) -> Callable[[str], tuple[int, ...] | None]:
+        """The shape of a tensor of the model in which the modules of `claims` are patched, by full name, or None."""
+
+        @cache
+        def shapes() -> dict[str, tuple[int, ...]]:
+            taken = tuple(claim for claim in claims if claim.entry in self.resolved.packages)
+            bare = Plan("", "", self.resolved.entries, taken, (), (), ())
+            manifest = build_manifest(self.checkpoint, self.recipe, bare, Sidecars((), (), ()), b"")
+            packed, _ = _build_packed(self.stock, manifest, self.resolved)
+            return {name: tuple(tensor.shape) for name, tensor in packed.state_dict().items()}
+
+        return lambda name: shapes().get(name)
 
 
 def check_packed_model(
@@ -99,10 +134,9 @@ def _check_source_shapes(checkpoint: Checkpoint, model: Any, plan: Plan) -> None
                     where=str(checkpoint.model_dir),
                     fix=f"store the tensors that {plan.architecture} has, or leave these layers out of the path",
                 )
-            found = step.shape and (*step.shape[: step.axis], part.rows, *step.shape[step.axis + 1 :])
-            if shapes[part.source] != found:
+            if shapes[part.source] != part.shape:
                 raise CheckpointError(
-                    f"{part.source!r} is {list(found)} in the checkpoint and {list(shapes[part.source])} in the model",
+                    f"{part.source!r} is {list(part.shape)} in the checkpoint and {list(shapes[part.source])} in the model",
                     where=str(checkpoint.model_dir),
                     fix="check config.json",
                 )
@@ -137,8 +171,10 @@ def _build_packed(
     patches = []
     for number, record in enumerate(manifest.patches):
         package = resolved.packages.get(number)
-        layout = None if package is not None else resolve_layout(record, packings[number])
-        patches.append(ResolvedPatch(record, layout, package.classes if package is not None else None))
+        if package is None:
+            patches.append(ResolvedPatch(record, resolve_layout(record, packings[number]), None))
+        else:
+            patches.append(resolve_package(record, package.classes))
     cls = converted_class(PatchedOnInit, type(stock.model))
     try:
         with patching(PatchJob(manifest, patches)):
@@ -198,6 +234,7 @@ def _compare(checkpoint: Checkpoint, packed: Any, plan: Plan) -> tuple[str, ...]
                 where=where,
                 fix="check config.json",
             )
+    check_stable_names(packed, steps, where)
     carried = tuple(sorted(steps.keys() - state.keys()))
     stray = [name for name in carried if steps[name].entry is not None]
     if stray:

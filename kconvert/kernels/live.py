@@ -19,10 +19,10 @@ from kconvert.kernels.assign import assign_kernels
 from kconvert.kernels.base import BaseKernel, LayoutKernel
 from kconvert.kernels.layout import Layout, is_patched
 from kconvert.kernels.model import adopt_model
-from kconvert.kernels.packing import Packing
+from kconvert.kernels.packing import Packing, packings_of_targets
 from kconvert.kernels.qualify import qualify
 from kconvert.kernels.registry import Registry, check_deps_reason, get_known_kernel
-from kconvert.transforms import bind_spec
+from kconvert.transforms import Arrangement, bind_spec, whole
 
 __all__ = ["apply_default_kernels", "apply_kernel", "apply_layout_kernel", "place_layout"]
 
@@ -153,9 +153,10 @@ def _patch_live(layout: type[Layout], model: nn.Module, paths: tuple[str, ...]) 
         for path, module in zip(paths, modules, strict=True)
         for name, tensor in module.state_dict(keep_vars=True).items()
     }
-    packings = [
-        Packing(rule.target, rule.axis, tuple((name, before[name].shape[rule.axis]) for name in rule.sources))
-        for rule in bind_spec(layout.spec, paths, tuple(before))
-    ]
+    shapes = {name: tuple(tensor.shape) for name, tensor in before.items()}
+    inputs = {name: whole(name, shape) for name, shape in shapes.items()}
+    made: dict[str, Arrangement] = {}
+    for rule in bind_spec(layout.spec, paths, tuple(before)):
+        made.update(rule.arrange(inputs))
     place_layout(model, paths, layout.patch(modules), layout.spec.name)
-    return packings
+    return list(packings_of_targets(made, shapes))

@@ -52,9 +52,13 @@ class ConvertedModel:
         state = self._whole_state(state_dict)
         if kwargs.get("variant") == VARIANT:
             return self._save_packed(save_directory, is_main_process, state, kwargs)
+        self._check_undoable()
         stock = unpack_state(self.kconvert_packings, state)
         parent = cast("Any", super())
         return parent.save_pretrained(save_directory, is_main_process=is_main_process, state_dict=stock, **kwargs)
+
+    def _check_undoable(self) -> None:
+        """Refuse where stock tensors cannot be made of packed ones; in memory they always can."""
 
     def _whole_state(self, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
         """The state dict with offloaded tensors read back."""
@@ -97,11 +101,11 @@ def _check_adapter(packings: Iterable[Packing], directory: Path) -> None:
     with safe_open(str(file), framework="pt") as opened:
         keys = [key.removeprefix("base_model.model.") for key in opened.keys()]  # noqa: SIM118  # not a dict
     for packing in packings:
-        for name, _ in packing.parts:
+        for name in packing.sources:
             module = name.rpartition(".")[0]
             if not packing.is_identity and any(key.startswith(f"{module}.") for key in keys):
                 raise UsageError(
-                    f"the adapter changes {module!r}, which is packed into {packing.target!r}",
+                    f"the adapter changes {module!r}, which is packed into {next(iter(packing.targets))!r}",
                     where=str(file),
                     fix=advice,
                 )
@@ -121,7 +125,7 @@ def adopt_model(model: Any, packings: Iterable[Packing]) -> None:
     added = tuple(packings)
     for path, inner in list(model.named_modules()):
         prefix = f"{path}." if path else ""
-        here = tuple(packing.below(prefix) for packing in added if packing.target.startswith(prefix))
+        here = tuple(packing.below(prefix) for packing in added if next(iter(packing.targets)).startswith(prefix))
         if path and not (here and hasattr(inner, "save_pretrained")):
             continue
         if not isinstance(inner, ConvertedModel):

@@ -13,22 +13,25 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from kconvert.errors import KernelUnavailableError
 from kconvert.kernels.dispatch import Dispatch
 from kconvert.kernels.layout import patched_class, stock_twin
 from kconvert.kernels.packing import Packing
+from kconvert.kernels.rearrange import rearrange
+from kconvert.transforms import Arrangement
 
 __all__ = ["Members", "PackageModule", "build_package_module"]
 
 
 @dataclass(frozen=True)
 class Members:
-    """The replaced stock modules, kept out of the module tree, and which rows of which tensor they read.
+    """The replaced stock modules, kept out of the module tree, and what each of their parameters is in the layout.
 
-    `views` maps (member, parameter name) to (layout parameter name, axis, start, rows).
+    `views` maps (member, parameter name) to its arrangement out of the layout's parameters.
     """
 
     modules: tuple[nn.Module, ...]
-    views: dict[tuple[int, str], tuple[str, int, int, int]]
+    views: dict[tuple[int, str], Arrangement]
 
 
 class PackageModule:
@@ -42,10 +45,16 @@ class PackageModule:
         result: Any = None
         for number, member in enumerate(self.kconvert_members.modules):
             values = {
-                name: owner.get_parameter(target).narrow(axis, start, rows)
-                for (index, name), (target, axis, start, rows) in self.kconvert_members.views.items()
+                name: rearrange(made, {target: owner.get_parameter(target) for target in made.sources})
+                for (index, name), made in self.kconvert_members.views.items()
                 if index == number
             }
+            lacking = [name for name, _ in member.named_parameters() if name not in values]
+            if lacking:
+                raise KernelUnavailableError(
+                    f"{lacking[0]!r} of {type(member).__name__} was computed into the layout, so its reference cannot run",
+                    fix="run the package's kernel",
+                )
             twin = _bound_twin(member, "", values)
             twin.train(owner.training)  # the members are outside the module tree, where train() and eval() do not reach
             result = twin(*args, **kwargs) if number == 0 else twin(result)
@@ -85,13 +94,12 @@ def build_package_module(
     made.__class__ = patched_class(*bases)
     patched = cast("Any", made)
     patched.kconvert_dispatch = Dispatch()
-    views: dict[tuple[int, str], tuple[str, int, int, int]] = {}
-    for packing in packings:
-        target, start = packing.target.removeprefix(f"{paths[0]}."), 0
-        for source, rows in packing.parts:
-            number = next(index for index, path in enumerate(paths) if source.startswith(f"{path}."))
-            views[number, source.removeprefix(f"{paths[number]}.")] = (target, packing.axis, start, rows)
-            start += rows
+    views: dict[tuple[int, str], Arrangement] = {}
+    for packing in (packing.below(f"{paths[0]}.") for packing in packings):
+        for source, made_of in packing.sources.items():
+            # a name below the first path has lost it; any other is that of a sibling
+            number = next((index for index, path in enumerate(paths) if source.startswith(f"{path}.")), 0)
+            views[number, source.removeprefix(f"{paths[number]}.")] = made_of
     patched.__dict__["kconvert_members"] = Members(tuple(modules), views)
     _match_parameters(made, modules, views)
     made.train(modules[0].training)
@@ -99,10 +107,14 @@ def build_package_module(
 
 
 def _match_parameters(
-    made: nn.Module, modules: Sequence[nn.Module], views: Mapping[tuple[int, str], tuple[str, int, int, int]]
+    made: nn.Module, modules: Sequence[nn.Module], views: Mapping[tuple[int, str], Arrangement]
 ) -> None:
     """Give each layout parameter the dtype of its stock source: the loader follows what it finds here."""
-    dtypes = {target: modules[number].get_parameter(name).dtype for (number, name), (target, *_) in views.items()}
+    dtypes = {
+        target: modules[number].get_parameter(name).dtype
+        for (number, name), made_of in views.items()
+        for target in made_of.sources
+    }
     for name, parameter in list(made.named_parameters()):
         wanted = dtypes.get(name, parameter.dtype)
         if parameter.dtype != wanted and parameter.dtype.is_floating_point:

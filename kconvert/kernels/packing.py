@@ -1,47 +1,99 @@
 """Packing in memory: from stock names to packed ones and back, for state dicts.
 
-A `Packing` says of one packed tensor which stock tensors lie in it.  It is read off the manifest, or off
+A `Packing` says of packed tensors which stock tensors lie in them.  It is read off the manifest, or off
 the bound rules of a live model; both directions below follow it and nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from kconvert.errors import UsageError
+from kconvert.kernels.rearrange import copy_pieces, rearrange
 from kconvert.names import parents
+from kconvert.transforms import Arrangement, Piece, invert
 
-__all__ = ["Packing", "pack_on_load", "pack_state", "unpack_for_outer", "unpack_state"]
+__all__ = ["Packing", "pack_on_load", "pack_state", "packings_of_targets", "unpack_for_outer", "unpack_state"]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """A packed tensor: its name, the axis along which its parts lie, and (stock name, rows) in order."""
+    """Packed tensors and the stock tensors that lie in them: the least groups that can be told apart.
 
-    target: str
-    axis: int
-    parts: tuple[tuple[str, int], ...]
+    `targets` are the packed tensors, out of stock ones; `sources` the stock tensors, out of packed ones.
+    """
+
+    targets: Mapping[str, Arrangement]
+    sources: Mapping[str, Arrangement]
 
     def below(self, prefix: str) -> Packing:
         """The same with names relative to the module at `prefix` (empty, or ending in a dot)."""
-        parts = tuple((name.removeprefix(prefix), rows) for name, rows in self.parts)
-        return Packing(self.target.removeprefix(prefix), self.axis, parts)
+        return Packing(
+            {name.removeprefix(prefix): _renamed(made, remove=prefix) for name, made in self.targets.items()},
+            {name.removeprefix(prefix): _renamed(made, remove=prefix) for name, made in self.sources.items()},
+        )
 
     def above(self, prefix: str) -> Packing:
         """The same with names seen from a module that has this one at `prefix`."""
-        parts = tuple((f"{prefix}{name}", rows) for name, rows in self.parts)
-        return Packing(f"{prefix}{self.target}", self.axis, parts)
+        return Packing(
+            {f"{prefix}{name}": _renamed(made, add=prefix) for name, made in self.targets.items()},
+            {f"{prefix}{name}": _renamed(made, add=prefix) for name, made in self.sources.items()},
+        )
+
+    @property
+    def is_rename(self) -> bool:
+        """Whether nothing is changed but the name."""
+        (first, *others), (source, *_) = self.targets.values(), self.sources.values()
+        return not others and first.is_whole(source.shape)
 
     @property
     def is_identity(self) -> bool:
         """Whether nothing is changed, not even the name."""
-        return len(self.parts) == 1 and self.parts[0][0] == self.target
+        return self.is_rename and self.targets.keys() == self.sources.keys()
+
+
+def _renamed(made: Arrangement, *, remove: str = "", add: str = "") -> Arrangement:
+    def moved(piece: Piece) -> Piece:
+        return replace(piece, source=f"{add}{piece.source.removeprefix(remove)}")
+
+    return replace(made, pieces=tuple(map(moved, made.pieces)))
+
+
+def packings_of_targets(made: Mapping[str, Arrangement], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Packing, ...]:
+    """The packings of packed tensors.
+
+    Args:
+        made: packed name to its arrangement out of stock tensors.
+        shapes: the shape of each stock tensor.
+
+    Raises:
+        ValueError: a stock tensor is not whole in the packed ones, or more than once.
+    """
+    inverse = invert(made, shapes)
+    if inverse is None:
+        raise ValueError("the packed tensors do not hold each element of their sources once")
+    found = []
+    left = dict(made)
+    while left:
+        targets, sources = {next(iter(left))}, set[str]()
+        while True:
+            sources = {name for target in targets for name in made[target].sources}
+            wider = {target for name in sources for target in inverse[name].sources}
+            if wider == targets:
+                break
+            targets = wider
+        found.append(
+            Packing(
+                {name: left.pop(name) for name in list(left) if name in targets},
+                {name: arrangement for name, arrangement in inverse.items() if name in sources},
+            )
+        )
+    return tuple(found)
 
 
 def unpack_state(packings: Iterable[Packing], state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -51,14 +103,14 @@ def unpack_state(packings: Iterable[Packing], state: Mapping[str, torch.Tensor])
     """
     unpacked = dict(state)
     for packing in packings:
-        if packing.is_identity or packing.target not in unpacked:
+        if packing.is_identity or any(name not in unpacked for name in packing.targets):
             continue
-        tensor = unpacked.pop(packing.target)
-        if len(packing.parts) == 1:
-            unpacked[packing.parts[0][0]] = tensor
+        tensors = {name: unpacked.pop(name) for name in packing.targets}
+        if packing.is_rename:  # of any size: embeddings may have been resized since
+            unpacked[next(iter(packing.sources))] = next(iter(tensors.values()))
             continue
-        for (name, _), place in zip(packing.parts, _places(packing), strict=True):
-            unpacked[name] = tensor.narrow(packing.axis, *place).clone()
+        for name, made in packing.sources.items():
+            unpacked[name] = rearrange(made, tensors).clone()
     return unpacked
 
 
@@ -83,8 +135,8 @@ def _refuse_adapters(packings: Iterable[Packing], state: Mapping[str, Any], pref
     Raises:
         UsageError: naming the projection.
     """
-    known = {f"{prefix}{name}" for packing in packings for name, _ in packing.parts if not packing.is_identity}
-    here = {path for packing in packings for path in parents(f"{prefix}{packing.target}")}
+    known = {f"{prefix}{name}" for packing in packings for name in packing.sources if not packing.is_identity}
+    here = {path for packing in packings for name in packing.targets for path in parents(f"{prefix}{name}")}
     modules = {name.rpartition(".")[0] for name in known} - here
     for key in state.keys() - known:
         for above in parents(key):
@@ -98,7 +150,7 @@ def _refuse_adapters(packings: Iterable[Packing], state: Mapping[str, Any], pref
 def pack_on_load(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
     """`load_state_dict` pre-hook of a converted model: accept stock names beside packed ones.
 
-    A group that is only partly there (one shard of a Trainer checkpoint) is copied into its rows at once.
+    A group that is only partly there (one shard of a Trainer checkpoint) is copied into its places at once.
 
     Raises:
         UsageError: the state holds an adapter's weights for a projection that is packed, or another shape.
@@ -106,26 +158,24 @@ def pack_on_load(module: nn.Module, state: dict[str, Any], prefix: str, *unused:
     packings = cast("tuple[Packing, ...]", module.kconvert_packings)
     _refuse_adapters(packings, state, prefix)
     for packing in packings:
-        names = [f"{prefix}{name}" for name, _ in packing.parts]
-        target = f"{prefix}{packing.target}"
+        names = {f"{prefix}{name}": made for name, made in packing.sources.items()}
         present = [name for name in names if name in state]
-        if packing.is_identity or not present or target in state:
+        if packing.is_identity or not present or any(f"{prefix}{name}" in state for name in packing.targets):
             continue
-        parameter = module.get_parameter(packing.target)
-        places = dict(zip(names, _places(packing), strict=True))
         for name in present:
-            expected = _part_shape(parameter, packing.axis, places[name][1])
-            if state[name].shape != expected:
+            if state[name].shape != names[name].shape:
                 raise UsageError(
-                    f"size mismatch: {name!r} is {list(state[name].shape)}, the model has {list(expected)}",
+                    f"size mismatch: {name!r} is {list(state[name].shape)}, the model has {list(names[name].shape)}",
                     fix="load the state of a model of this config",
                 )
-        if len(present) == len(names):
-            state[target] = _join([state.pop(name) for name in names], packing.axis)
-            continue
-        for name in present:
+        tensors = {name.removeprefix(prefix): state.pop(name) for name in present}
+        for target, made in packing.targets.items():
+            if len(present) == len(names):
+                state[f"{prefix}{target}"] = _joined(packing, made, tensors)
+                continue
             with torch.no_grad():
-                parameter.narrow(packing.axis, *places[name]).copy_(state.pop(name))
+                pieces = [piece for piece in made.pieces if piece.source in tensors]
+                copy_pieces(pieces, tensors, module.get_parameter(target))
 
 
 def pack_state(packings: Iterable[Packing], state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -136,28 +186,17 @@ def pack_state(packings: Iterable[Packing], state: Mapping[str, torch.Tensor]) -
     """
     packed = dict(state)
     for packing in packings:
-        names = [name for name, _ in packing.parts]
-        present = [name for name in names if name in packed]
-        if packing.is_identity or not present or packing.target in packed:
+        present = [name for name in packing.sources if name in packed]
+        if packing.is_identity or not present or any(name in packed for name in packing.targets):
             continue
-        if len(present) < len(names):
+        if len(present) < len(packing.sources):
+            names = list(packing.sources)
             raise UsageError(f"the state has {present[0]!r} and not all of {names}", fix="pass the whole state dict")
-        packed[packing.target] = _join([packed.pop(name) for name in names], packing.axis)
+        tensors = {name: packed.pop(name) for name in present}
+        packed.update({name: _joined(packing, made, tensors) for name, made in packing.targets.items()})
     return packed
 
 
-def _join(tensors: list[torch.Tensor], axis: int) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, axis)
-
-
-def _places(packing: Packing) -> list[tuple[int, int]]:
-    """(start, rows) of each part."""
-    starts = accumulate((rows for _, rows in packing.parts), initial=0)
-    return [(start, rows) for start, (_, rows) in zip(starts, packing.parts, strict=False)]
-
-
-def _part_shape(tensor: torch.Tensor, axis: int, rows: int) -> torch.Size:
-    shape = list(tensor.shape)
-    if shape:
-        shape[axis] = rows
-    return torch.Size(shape)
+def _joined(packing: Packing, made: Arrangement, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A packed tensor; one that is a stock tensor under another name is that tensor."""
+    return tensors[made.sources[0]] if packing.is_rename else rearrange(made, tensors).contiguous()

@@ -1,6 +1,6 @@
 """`kconvert_manifest.json`: what was changed, and what to patch at load.
 
-Schema 1.  The manifest is data only: no import path in it is ever imported, kernels are named by IDs and
+Schema 2.  The manifest is data only: no import path in it is ever imported, kernels are named by IDs and
 packages by digest.  It holds enough to invert every target tensor and to shard it.  Reading checks the
 schema version, the digest of the manifest itself, every type, and every file name.
 """
@@ -8,22 +8,25 @@ schema version, the digest of the manifest itself, every type, and every file na
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import cache, partial
+from math import prod
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from kconvert.errors import ManifestError
 from kconvert.manifest.canonical import canonical_json, sha256_digest, unique_pairs
 from kconvert.names import MANIFEST_NAME, unsafe_name_reason
+from kconvert.transforms import Arrangement, Piece, has_overlap
 
 __all__ = [
     "SCHEMA_VERSION",
     "LayoutRecord",
     "Manifest",
     "OmittedRecord",
+    "OriginRecord",
     "PackageRecord",
     "PartRecord",
     "PatchRecord",
@@ -32,7 +35,7 @@ __all__ = [
     "load_manifest",
 ]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _LIMIT_BYTES = 512 * 1024 * 1024
 
 
@@ -79,30 +82,70 @@ class PatchRecord:
 
 
 @dataclass(frozen=True)
-class PartRecord:
-    """A run of rows of a target tensor: the source's module name, its name, shard and dtype in the source, its rows.
+class OriginRecord:
+    """A tensor of the source's files that a part was made of: its name, shard, dtype and shape there, and its elements.
 
-    A dtype that is not the target's was converted.
+    A piece is numbers: the first element in the source, the first in what is made of it, then size, source stride and
+    target stride of each dim; all in elements, in row-major order (`transforms.Piece`).  A dtype that is not that of the
+    target was converted.
     """
 
-    source: str
     file_name: str
     file: str
     dtype: str
-    rows: int
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """A tensor of the stock model that a target holds: its name and shape in the model, and where its elements are.
+
+    `origins` are the tensors of the source's files that it was made of.
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[int, ...], ...]
+    origins: tuple[OriginRecord, ...]
+
+    def stored(self) -> Arrangement:
+        """Of which elements of the tensors in the source's files it consists."""
+        return Arrangement(self.shape, _pieces((origin.file_name, origin.pieces) for origin in self.origins))
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A target tensor; `parts` in order along `axis`; `patch` is the number of the patch, None if passed through."""
+    """A target tensor.
+
+    Attributes:
+        target: its name; `dtype` and `shape` are as it is stored.
+        op: what was done, for people; `copy` where it is a tensor of the source's files, unchanged.
+        patch: the number of the patch; None if passed through.
+        parts: the tensors of the stock model that it holds; itself where it is passed through.
+        exact: whether the parts can be given back; else it was computed from them, and they have no pieces.
+    """
 
     target: str
     dtype: str
     shape: tuple[int, ...]
     op: str
-    axis: int
     patch: int | None
     parts: tuple[PartRecord, ...]
+    exact: bool = True
+
+    def arrangement(self) -> Arrangement:
+        """Of which elements of the stock model's tensors it consists."""
+        return Arrangement(self.shape, _pieces((part.source, part.pieces) for part in self.parts))
+
+    @property
+    def origins(self) -> tuple[OriginRecord, ...]:
+        """Those of all parts."""
+        return tuple(origin for part in self.parts for origin in part.origins)
+
+
+def _pieces(numbers: Iterable[tuple[str, tuple[tuple[int, ...], ...]]]) -> tuple[Piece, ...]:
+    return tuple(Piece.from_numbers(source, piece) for source, pieces in numbers for piece in pieces)
 
 
 @dataclass(frozen=True)
@@ -221,9 +264,9 @@ def _check(manifest: Manifest, where: str) -> None:
         *manifest.sidecars,
         *headers,
         *(file.name for file in manifest.source_files),
-        *(part.file for record in manifest.tensors for part in record.parts),
+        *(origin.file for record in manifest.tensors for origin in record.origins),
     )
-    for name in names:
+    for name in dict.fromkeys(names):
         reason = unsafe_name_reason(name)
         if reason:
             raise ManifestError(f"file name {name!r} is {reason}", where=where, fix="do not use this checkpoint")
@@ -238,52 +281,124 @@ def _check(manifest: Manifest, where: str) -> None:
 
 
 def _check_tensors(manifest: Manifest, where: str) -> None:
-    """Parts add up, and every target and every source stands once: else a tensor could not be inverted."""
-    targets, sources = set[str](), set[str]()
+    """Parts fill their target, origins their part, and of each every element is used once: else nothing is invertible."""
+    targets = set[str]()
+    made_of: dict[str, tuple[OriginRecord, ...]] = {}
+    parts, origins = _Uses(), _Uses()
     for record in manifest.tensors:
         if record.patch is not None and not 0 <= record.patch < len(manifest.patches):
             raise ManifestError(f"tensor {record.target!r} names patch {record.patch}", where=where)
-        if not 0 <= record.axis < max(len(record.shape), 1):
-            raise ManifestError(f"{record.target!r} has no axis {record.axis}", where=where)
-        rows = [part.rows for part in record.parts]
-        if min(rows, default=-1) < 0 or sum(rows) != (record.shape[record.axis] if record.shape else 1):
-            raise ManifestError(f"the parts of {record.target!r} do not add up to its shape", where=where)
-        for name, seen in ((record.target, targets), *((part.source, sources) for part in record.parts)):
-            if name in seen:
-                raise ManifestError(f"tensor {name!r} stands twice", where=where)
-            seen.add(name)
+        if record.target in targets:
+            raise ManifestError(f"tensor {record.target!r} stands twice", where=where)
+        targets.add(record.target)
+        if not record.exact:
+            if any(part.pieces for part in record.parts):
+                raise ManifestError(f"{record.target!r} was computed, and has pieces", where=where)
+            continue
+        try:
+            _check_pieces(record.arrangement(), {part.source: part.shape for part in record.parts}, parts)
+            for part in record.parts:
+                # a part that lies in several targets, some of it in each, has the same origins in all of them
+                if part.source not in made_of:
+                    made_of[part.source] = part.origins
+                    _check_pieces(part.stored(), {each.file_name: each.shape for each in part.origins}, origins)
+                elif made_of[part.source] != part.origins:
+                    raise ValueError(f"{part.source!r} has other origins elsewhere")
+        except ValueError as error:
+            raise ManifestError(f"the parts of {record.target!r} do not add up: {error}", where=where) from None
+    for name, shape, count in (*parts.counts(), *origins.counts()):
+        if count != prod(shape):
+            raise ManifestError(f"{count} elements of {name!r} are used, of {prod(shape)}", where=where)
 
 
-@cache
-def _type_hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+class _Uses:
+    """How many elements of each tensor were used."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, name: str, shape: tuple[int, ...], count: int) -> None:
+        if self._shapes.setdefault(name, shape) != shape:
+            raise ValueError(f"{name!r} has two shapes")
+        self._counts[name] = self._counts.get(name, 0) + count
+
+    def counts(self) -> Iterator[tuple[str, tuple[int, ...], int]]:
+        return ((name, self._shapes[name], count) for name, count in self._counts.items())
+
+
+def _check_pieces(made: Arrangement, shapes: Mapping[str, tuple[int, ...]], used: _Uses) -> None:
+    """Pieces lie inside their tensors and fill the target; `used` counts the elements per source.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if min((0, *made.shape, *(size for shape in shapes.values() for size in shape))) < 0:
+        raise ValueError("a shape is negative")
+    if not shapes or {piece.source for piece in made.pieces} != {*shapes}:
+        raise ValueError("not every source has its pieces")
+    if sum(piece.size for piece in made.pieces) != made.size:
+        raise ValueError("the pieces do not fill it")
+    for piece in made.pieces:
+        shape = shapes[piece.source]
+        if piece.size and (piece.source_end > prod(shape) or piece.target_end > made.size):
+            raise ValueError(f"{list(piece.numbers())} lies outside")
+        used.add(piece.source, shape, piece.size)
+    if has_overlap(made.pieces):
+        raise ValueError("two of its elements stand in one place")
+
+
+_Reader: TypeAlias = Callable[[Any, str], Any]
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
     """`value` (from JSON) as `kind`: dataclasses, tuples, optional values and scalars, checked strictly."""
+    return _reader(kind)(value, where)
+
+
+@cache
+def _reader(kind: Any) -> _Reader:
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return None if value is None else _read(next(arg for arg in args if arg is not type(None)), value, where)
+        read = _reader(next(arg for arg in args if arg is not type(None)))
+        return lambda value, where: None if value is None else read(value, where)
     if origin is tuple:
-        if not isinstance(value, list):
-            raise TypeError(f"{where} is no list")
-        return tuple(_read(args[0], item, f"{where}[{number}]") for number, item in enumerate(value))
+        return partial(_read_list, args[0])
     if origin is dict:
-        if not isinstance(value, Mapping):
-            raise TypeError(f"{where} is no object")
-        return {key: _read(args[1], item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(kind, type) and hasattr(kind, "__dataclass_fields__"):
-        if not isinstance(value, Mapping):
-            raise TypeError(f"{where} is no object")
-        hints = _type_hints(kind)
-        known = [field.name for field in fields(kind)]
-        stray = sorted(set(value) - set(known))
-        lacking = [name for name in known if name not in value]
-        if stray or lacking:
-            raise ValueError(f"{where} has unknown keys {stray}, lacks {lacking}")
-        return kind(**{name: _read(hints[name], value[name], f"{where}.{name}") for name in known})
+        return partial(_read_object, _reader(args[1]))
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return partial(_read_dataclass, kind, {field.name: _reader(hints[field.name]) for field in fields(kind)})
     if kind is Any:
-        return value
+        return lambda value, where: value
+    return partial(_read_scalar, kind)
+
+
+def _read_list(kind: Any, value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise TypeError(f"{where} is no list")
+    if kind is int and all(type(item) is int for item in value):
+        return tuple(value)
+    read = _reader(kind)
+    return tuple(read(item, f"{where}[{number}]") for number, item in enumerate(value))
+
+
+def _read_object(read: _Reader, value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{where} is no object")
+    return {key: read(item, f"{where}.{key}") for key, item in value.items()}
+
+
+def _read_dataclass(kind: type, readers: Mapping[str, _Reader], value: Any, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{where} is no object")
+    if value.keys() != readers.keys():
+        stray, lacking = sorted(value.keys() - readers.keys()), [name for name in readers if name not in value]
+        raise ValueError(f"{where} has unknown keys {stray}, lacks {lacking}")
+    return kind(**{name: read(value[name], f"{where}.{name}") for name, read in readers.items()})
+
+
+def _read_scalar(kind: Any, value: Any, where: str) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{where} is {value!r}, not {kind.__name__}")
     return value

@@ -25,6 +25,7 @@ from kconvert.kernels.assign import assign_kernels, load_layout
 from kconvert.kernels.dispatch import Dispatch
 from kconvert.kernels.layout import is_patched
 from kconvert.kernels.packing import unpack_state
+from kconvert.kernels.rearrange import rearrange
 from kconvert.manifest import Manifest
 from kconvert.parity.job import VerifyJob
 from kconvert.runtime.loader import load_converted
@@ -53,7 +54,9 @@ def load_stock(job: VerifyJob) -> Any:
 def load_packed(job: VerifyJob) -> Any:
     """The converted model with the kernels that "auto" chooses, on the job's device; raises as `load_converted`."""
     with _quiet_transformers():
-        model = load_converted(job.directory, trust_remote_code=job.trust_remote_code).to(job.device)
+        model = load_converted(
+            job.directory, trust_remote_code=job.trust_remote_code, trust_kernels=job.trust_kernels
+        ).to(job.device)
     choose_kernels(model, job.manifest)
     return model
 
@@ -117,12 +120,17 @@ def _store_as_converted(model: Any, manifest: Manifest, source: Path) -> None:
     """Give the stock weights the values that a recipe's `dtype:` left of them: that was asked for, and is no fault."""
     parameters = dict(model.named_parameters())
     for record in manifest.tensors:
+        if all(origin.dtype == record.dtype for origin in record.origins):
+            continue
         for part in record.parts:
-            if part.dtype != record.dtype and part.source in parameters:
-                with safe_open(str(source / part.file), framework="pt") as opened:
-                    stored = opened.get_tensor(part.file_name).to(_DTYPES[record.dtype])
-                weight = parameters[part.source]
-                weight.data = stored.to(weight.dtype)
+            if part.source not in parameters:
+                continue
+            stored = {}
+            for origin in part.origins:  # once more out of the files: the loaded weight may have been rounded already
+                with safe_open(str(source / origin.file), framework="pt") as opened:
+                    stored[origin.file_name] = opened.get_tensor(origin.file_name).to(_DTYPES[record.dtype])
+            weight = parameters[part.source]
+            weight.data = rearrange(part.stored(), stored).to(weight.dtype)
 
 
 def _from_converted(job: VerifyJob) -> Any:
@@ -137,7 +145,7 @@ def _from_converted(job: VerifyJob) -> Any:
     for name in job.manifest.weight_files:
         with safe_open(str(job.directory / name), framework="pt") as opened:
             state.update({key: opened.get_tensor(key) for key in opened.keys()})  # noqa: SIM118 - not a dict
-    packings = [packing for group in packings_of(job.manifest).values() for packing in group.values()]
+    packings = [packing for group in packings_of(job.manifest).values() for packing in group]
     model, info = cls.from_pretrained(
         None, config=config, state_dict=unpack_state(packings, state), dtype="auto", output_loading_info=True
     )

@@ -6,6 +6,7 @@ fits into memory.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -44,18 +45,20 @@ def verify(
     directory: Path,
     *,
     source: Path | None = None,
-    levels: Sequence[str] = ("modules",),
+    levels: Sequence[str] | None = None,
     device: str = "cpu",
     trust_remote_code: bool = False,
+    trust_kernels: Mapping[str, str] | None = None,
 ) -> ParityReport:
     """Compare a converted directory with the stock model.
 
     Args:
         directory: what `apply` wrote.
         source: what it was made of; without it the stock weights are taken out of the converted file.
-        levels: of `LEVELS`.
+        levels: of `LEVELS`; if left out `modules`, or `logits` where no module is patched.
         device: where both models run, `cpu` or `cuda:1`.
         trust_remote_code: run the kernel packages and the model code that come with the directories.
+        trust_kernels: package ID to digest: run just these packages.
 
     Returns:
         The report; `failures` is empty where everything holds.
@@ -68,24 +71,35 @@ def verify(
         LoadError: a model did not load whole.
         VerificationError: config.json of the converted directory is not the one of the conversion.
     """
-    unknown = [level for level in levels if level not in LEVELS]
-    if unknown or not levels:
+    unknown = [level for level in levels or () if level not in LEVELS]
+    if unknown or (levels is not None and not levels):
         raise UsageError(
             f"no level {', '.join(map(repr, unknown)) or 'is given'}", fix=f"levels are {', '.join(LEVELS)}"
         )
     manifest = load_manifest(directory)
-    if not any(record.modules for record in manifest.patches):
-        raise UsageError("no module is patched, so there is nothing to verify", where=str(directory))
+    is_patched = any(record.modules for record in manifest.patches)
+    if levels is None:
+        levels = ("modules",) if is_patched else ("logits",)
+    if not is_patched and "modules" in levels:
+        raise UsageError(
+            "no module is patched, so there are none to compare", where=str(directory), fix="use --level logits"
+        )
+    if not is_patched and source is None:
+        raise UsageError(
+            "no module is patched, so the converted tensors can only be compared with the source's",
+            where=str(directory),
+            fix="give the source with --source DIR",
+        )
     check_config(directory, manifest)
     if source is not None:
         check_source(source, manifest)
-    _check_trust(directory, manifest, trust_remote_code)
+    _check_trust(directory, manifest, trust_remote_code, trust_kernels or {})
     _check_device(device)
     _check_memory(directory, manifest, device)
     from kconvert.runtime.checks import check_files
 
     check_files(directory, manifest)
-    job = VerifyJob(directory, manifest, source, device, trust_remote_code)
+    job = VerifyJob(directory, manifest, source, device, trust_remote_code, dict(trust_kernels or {}))
     results = {name: run(job) for name, run in LEVELS.items() if name in levels}
     return ParityReport(
         levels=results,
@@ -96,14 +110,19 @@ def verify(
     )
 
 
-def _check_trust(directory: Path, manifest: Manifest, trust_remote_code: bool) -> None:
+def _check_trust(
+    directory: Path, manifest: Manifest, trust_remote_code: bool, trust_kernels: Mapping[str, str]
+) -> None:
+    """Refuse what loading would refuse, before anything is read; loading then looks at the code itself."""
     packages = [record.layout.package for record in manifest.patches if record.layout.package is not None]
-    if packages and not trust_remote_code:
-        raise TrustError(
-            f"kernel package {packages[0].package_id!r} would run code from this directory",
-            where=str(directory / KERNELS_DIR),
-            fix="read it, then pass --trust-remote-code",
-        )
+    for package in packages if not trust_remote_code else ():
+        if package.package_id not in trust_kernels:
+            option = shlex.quote(f"{package.package_id}={package.digest}")
+            raise TrustError(
+                f"kernel package {package.package_id!r} would run code from this directory",
+                where=str(directory / KERNELS_DIR),
+                fix=f"read it, then pass --trust-kernel {option} or --trust-remote-code",
+            )
 
 
 def _check_device(device: str) -> None:

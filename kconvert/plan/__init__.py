@@ -3,7 +3,20 @@
 from kconvert.plan.build import build_plan
 from kconvert.plan.explain import explain_plan
 from kconvert.plan.match import check_conflicts, match_entries, module_paths_of
-from kconvert.plan.model import Claim, Entry, OutputShard, Pair, Part, PatternTrace, Plan, Step
+from kconvert.plan.model import (
+    COPY,
+    Claim,
+    Entry,
+    Made,
+    ModuleTensor,
+    Origin,
+    OutputShard,
+    Pair,
+    Part,
+    PatternTrace,
+    Plan,
+    Step,
+)
 from kconvert.plan.survey import (
     Join,
     Packable,
@@ -16,9 +29,13 @@ from kconvert.plan.survey import (
 )
 
 __all__ = [
+    "COPY",
     "Claim",
     "Entry",
     "Join",
+    "Made",
+    "ModuleTensor",
+    "Origin",
     "OutputShard",
     "PackState",
     "Packable",

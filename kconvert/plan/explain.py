@@ -33,13 +33,13 @@ def explain_plan(plan: Plan) -> dict[str, Any]:
             {
                 "target": step.target,
                 "op": step.op,
-                "axis": step.axis,
                 "dtype": step.dtype,
                 "shape": list(step.shape),
                 "patch": step.entry,
-                "parts": [
-                    {"source": part.source, "file": part.file, "dtype": part.dtype, "rows": part.rows}
-                    for part in step.parts
+                "parts": [{"source": part.source, "shape": list(part.shape)} for part in step.parts],
+                "origins": [
+                    {"name": origin.name, "file": origin.file, "dtype": origin.dtype, "shape": list(origin.shape)}
+                    for origin in step.origins
                 ],
             }
             for step in plan.steps

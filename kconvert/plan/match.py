@@ -38,12 +38,17 @@ def match_entries(
         module_paths: every module path of the model.
         classes: module path to class name where the model was built, else None: classes are not checked.
 
+    An optional entry takes the modules that are of its classes, with all siblings; there need be none.
+
     Raises:
         RecipeError: no match, another class, or fused siblings of which one is missing.
     """
     claims, traces = [], []
     for entry in entries:
-        found = [_matches(pair, module_paths, classes) for pair in entry.pairs]
+        if entry.optional:
+            found = _optional_matches(entry.pairs, module_paths, classes)
+        else:
+            found = [_matches(pair, module_paths, classes) for pair in entry.pairs]
         for pair, taken in zip(entry.pairs, found, strict=True):
             traces.append(PatternTrace(entry.number, pair.pattern.text, pair.class_name, tuple(taken.values())))
         for binding, path in found[0].items():
@@ -70,11 +75,7 @@ def match_entries(
 
 def _matches(pair: Pair, module_paths: Sequence[str], classes: Mapping[str, str] | None) -> dict[tuple[str, ...], str]:
     """The paths that a pattern takes, keyed by what its wildcards took."""
-    taken = {}
-    for path in module_paths:
-        binding = pair.pattern.match(path)
-        if binding is not None:
-            taken[binding] = path
+    taken = _at_pattern(pair, module_paths)
     if not taken:
         raise RecipeError(
             f"path pattern {pair.pattern.text!r} matches no module",
@@ -88,9 +89,30 @@ def _matches(pair: Pair, module_paths: Sequence[str], classes: Mapping[str, str]
                 raise RecipeError(
                     f"{path!r} is a {classes[path]}, the recipe names {pair.class_name}",
                     where=pair.where,
-                    fix=f"write class: {classes[path]}, or narrow the path",
+                    fix=f"write class: {classes[path]}, narrow the path, or pass such modules over with optional: true",
                 )
     return taken
+
+
+def _at_pattern(pair: Pair, module_paths: Sequence[str]) -> dict[tuple[str, ...], str]:
+    found = ((pair.pattern.match(path), path) for path in module_paths)
+    return {binding: path for binding, path in found if binding is not None}
+
+
+def _optional_matches(
+    pairs: Sequence[Pair], module_paths: Sequence[str], classes: Mapping[str, str] | None
+) -> list[dict[tuple[str, ...], str]]:
+    """The paths of each pair whose modules are of its class, where every other pair has one beside it."""
+    found = [
+        {
+            binding: path
+            for binding, path in _at_pattern(pair, module_paths).items()
+            if classes is None or classes[path] == pair.class_name
+        }
+        for pair in pairs
+    ]
+    complete = set.intersection(*map(set, found))
+    return [{binding: path for binding, path in taken.items() if binding in complete} for taken in found]
 
 
 def _nearest(pattern: str, module_paths: Sequence[str]) -> str:

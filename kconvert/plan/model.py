@@ -9,9 +9,22 @@ from typing import Literal
 from kconvert.checkpoint import DTYPE_BITS
 from kconvert.manifest import LayoutRecord
 from kconvert.patterns import PathPattern
-from kconvert.transforms import BoundRule
+from kconvert.transforms import Arrangement, BoundRule
 
-__all__ = ["Claim", "Entry", "OutputShard", "Pair", "Part", "PatternTrace", "Plan", "Step"]
+__all__ = [
+    "COPY",
+    "Claim",
+    "Entry",
+    "Made",
+    "ModuleTensor",
+    "Origin",
+    "OutputShard",
+    "Pair",
+    "Part",
+    "PatternTrace",
+    "Plan",
+    "Step",
+]
 
 
 @dataclass(frozen=True)
@@ -29,7 +42,8 @@ class Entry:
 
     `bind(paths, names)` gives the layout's tensors for the modules at `paths` (pair order) among the
     tensors `names`, all of which the entry takes: those of the children `takes`, or of the whole subtree where it
-    is empty.  `dtype` is what joined tensors are stored in; None keeps the dtype of their parts.
+    is empty.  `dtype` is what joined tensors are stored in; None keeps the dtype of their parts.  An `optional` entry
+    passes over modules of other classes, and may take none.
     """
 
     number: int
@@ -42,6 +56,7 @@ class Entry:
     bind: Callable[[Sequence[str], Sequence[str]], tuple[BoundRule, ...]]
     takes: frozenset[str] = frozenset()
     dtype: str | None = None
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,52 +77,114 @@ class PatternTrace:
     matched: tuple[str, ...]
 
 
+COPY = "copy"
+"""The op of a tensor that is one of the source's files, unchanged, whatever its name."""
+
 _EXACT = frozenset({("F16", "F32"), ("BF16", "F32")})
 """(source, target) of the conversions that keep every value."""
 
 
 @dataclass(frozen=True)
+class Made:
+    """A tensor that is computed when it is written: its dtype, as safetensors names it, its shape, and its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    make: Callable[[], memoryview]
+
+
+@dataclass(frozen=True)
+class ModuleTensor:
+    """A tensor of the stock model, out of the source's files.
+
+    Attributes:
+        name: its module name.
+        stored: of which elements of which tensors of the files it consists.
+        op: what is done to these, for people; `copy` where it is one of them.
+        computed: how it is made instead, out of the `sources`; `stored` has no pieces then.
+    """
+
+    name: str
+    stored: Arrangement
+    op: str = COPY
+    computed: Made | None = None
+    computed_from: tuple[str, ...] = ()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the tensors in the files."""
+        return self.computed_from if self.computed is not None else self.stored.sources
+
+
+@dataclass(frozen=True)
 class Part:
-    """A run of rows of a target: the source's module name, its name, file and dtype on disk, rows, and extent."""
+    """A tensor of the stock model that a target holds: its name in the model, and what it consists of in the files."""
 
     source: str
-    file_name: str
+    stored: Arrangement
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in the model."""
+        return self.stored.shape
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A tensor of the source's files that a target is made of: its name, place and form there; `offset` in the file."""
+
+    name: str
     file: str
     dtype: str
-    rows: int
+    shape: tuple[int, ...]
     offset: int
     size_bytes: int
 
     def is_rounded_to(self, dtype: str) -> bool:
-        """Whether values are lost where the part is stored in the float dtype `dtype`."""
+        """Whether values are lost where it is stored in the float dtype `dtype`."""
         return self.dtype != dtype and (self.dtype, dtype) not in _EXACT
 
 
 @dataclass(frozen=True)
 class Step:
-    """One output tensor.  `op` is `copy` for a tensor outside every claim, else the rule's op.
+    """One output tensor.
 
-    A part of another dtype than the tensor's is converted.
+    Attributes:
+        target: its name; it is stored as `dtype` in the shape of `stored`.
+        op: what is done; `copy` for a tensor of the source's files that nothing changes.
+        entry: the number of the patch entry; None outside every claim.
+        parts: the tensors of the stock model that it holds, in the order of `made`.
+        made: of which elements of the parts it consists.
+        origins: the tensors of the source's files; one of another dtype is converted.
+        stored: of which elements of the origins it consists.
+        computed: how it is made instead; `made` and `stored` have no pieces then.
     """
 
     target: str
     dtype: str
-    shape: tuple[int, ...]
     op: str
-    axis: int
     entry: int | None
     parts: tuple[Part, ...]
+    made: Arrangement
+    origins: tuple[Origin, ...]
+    stored: Arrangement
+    computed: Made | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the output tensor."""
+        return self.stored.shape
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the output tensor."""
-        bits = DTYPE_BITS[self.dtype]
-        return sum(part.size_bytes * bits // DTYPE_BITS[part.dtype] for part in self.parts)
+        return self.stored.size * DTYPE_BITS[self.dtype] // 8
 
     @property
     def is_transformed(self) -> bool:
         """Whether the tensor differs from its source in more than its name."""
-        return len(self.parts) > 1 or any(part.dtype != self.dtype for part in self.parts)
+        only = self.origins[0]
+        return self.computed is not None or only.dtype != self.dtype or not self.stored.is_whole(only.shape)
 
 
 @dataclass(frozen=True)

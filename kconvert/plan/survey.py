@@ -19,7 +19,7 @@ from typing import Protocol
 from kconvert.checkpoint import FLOAT_DTYPES
 from kconvert.errors import KconvertError
 from kconvert.names import natural_key, parents, starred
-from kconvert.transforms import BoundRule, LayoutSpec, Op, Rule, ShapeError, bind_spec, target_shape
+from kconvert.transforms import BoundRule, LayoutSpec, Op, Rule, ShapeError, bind_spec, whole
 
 __all__ = [
     "Join",
@@ -199,28 +199,28 @@ def _judge(
     except KconvertError as error:
         return _Finding(PackState.REFUSED, (), error.what)
     named = {rule.target for rule in rules}
-    joining = [rule for rule in (_relative(rule, here) for rule in bound) if rule.target in named]
-    joins = tuple(Join(rule.sources, rule.target) for rule in joining)
+    joining = [rule for rule in bound if rule.target[len(here) + 1 :] in named]
+    joins = tuple(
+        Join(tuple(name[len(here) + 1 :] for name in rule.sources), rule.target[len(here) + 1 :]) for rule in joining
+    )
     if all(len(rule.sources) == 1 for rule in joining):
         return _Finding(PackState.PACKED, joins, None)
-    reason = obstacle or next(filter(None, (_unjoinable(rule, inside) for rule in joining)), None)
+    reason = obstacle or next(filter(None, (_unjoinable(rule, here, inside) for rule in joining)), None)
     return _Finding(PackState.READY if reason is None else PackState.REFUSED, joins, reason)
 
 
-def _relative(rule: BoundRule, path: str) -> BoundRule:
-    start = len(path) + 1
-    return BoundRule(rule.op, tuple(name[start:] for name in rule.sources), rule.target[start:], rule.axis)
-
-
-def _unjoinable(rule: BoundRule, inside: Mapping[str, StoredTensor]) -> str | None:
+def _unjoinable(rule: BoundRule, path: str, inside: Mapping[str, StoredTensor]) -> str | None:
     """Why the sources of a rule do not make one tensor, or None."""
-    parts = [inside[name] for name in rule.sources]
-    if len({part.dtype for part in parts}) > 1:
-        listed = ", ".join(f"{name} is {part.dtype}" for name, part in zip(rule.sources, parts, strict=True))
-        way_out = "; `dtype:` in the patch settles it" if all(part.dtype in FLOAT_DTYPES for part in parts) else ""
+    parts = {name: inside[name[len(path) + 1 :]] for name in rule.sources}
+    short = [name[len(path) + 1 :] for name in rule.sources]
+    if len({part.dtype for part in parts.values()}) > 1:
+        listed = ", ".join(f"{name} is {part.dtype}" for name, part in zip(short, parts.values(), strict=True))
+        way_out = (
+            "; `dtype:` in the patch settles it" if all(part.dtype in FLOAT_DTYPES for part in parts.values()) else ""
+        )
         return f"mixed dtypes: {listed}{way_out}"
     try:
-        target_shape(rule.op, rule.axis, [part.shape for part in parts])
+        rule.arrange({name: whole(name, part.shape) for name, part in parts.items()})
     except ShapeError as error:
-        return f"{' and '.join(rule.sources)} do not join: {error}"
+        return f"{' and '.join(short)} do not join: {error}"
     return None

@@ -96,7 +96,7 @@ class Patch(_Placed):
     kernels: Annotated[tuple[KernelRef, ...], BeforeValidator(parse_kernels)] = Field(
         alias="kernel",
         description="One kernel or a list, best first, all of one layout: IDs as in `kconvert list-kernels`, or a single "
-        "two-class package, `./folder:ClassName` or `owner/repo:ClassName`.",
+        "kernel package, `./folder:ClassName` or `owner/repo:ClassName`.",
     )
     replace: Target | None = Field(
         None, description="The modules that get the layout, one by one. An entry has either `replace` or `fuse`."
@@ -107,7 +107,7 @@ class Patch(_Placed):
         "path. Their paths differ in the last segment only.",
     )
     version: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="For one Hub package: its version. Excludes `revision`."
+        None, description="For one Hub package: its version, the branch `vN`; 1 without this key. Excludes `revision`."
     )
     revision: Annotated[str, AfterValidator(check_revision)] | None = Field(
         None, description="For one Hub package: a branch, tag or commit. Excludes `version`."
@@ -117,10 +117,15 @@ class Patch(_Placed):
         description="`bfloat16`, `float16` or `float32`: what the tensors that this entry joins are stored in. Without "
         "it, parts of different dtypes are an error.",
     )
+    optional: bool = Field(
+        False,
+        description="`true` to take the modules of the class at the path where there are any, and to pass over others: "
+        "for the dense layers that some mixtures of experts have. Without it, both are errors.",
+    )
     trust_remote_code: bool = Field(
         False,
         description="`true` where the recipe's author trusts the code of the package. The machine has to agree: "
-        "`--trust-remote-code`.",
+        "`--trust-kernel` or `--trust-remote-code`. Packages of `kernels-community` on the Hub need neither.",
     )
 
     @property
@@ -198,12 +203,6 @@ class Patch(_Placed):
             seen.add(path.last)
 
 
-def _check_patches(patches: tuple[Patch, ...]) -> tuple[Patch, ...]:
-    if not patches:
-        raise RuleError("'patches' is an empty list", fix="add an entry that starts with '- kernel:'")
-    return patches
-
-
 class Recipe(_Placed):
     """A whole recipe, with the text that it was read from."""
 
@@ -216,9 +215,23 @@ class Recipe(_Placed):
     model_type: Annotated[tuple[str, ...], BeforeValidator(parse_model_types)] = Field(
         description="One or a list: the `model_type` values of config.json that the recipe may be applied to."
     )
-    patches: Annotated[tuple[Patch, ...], AfterValidator(_check_patches)] = Field(
-        description="The patch entries; at least one."
+    bake: bool = Field(
+        False,
+        description="`true` to store the tensors as the model holds them, whatever is patched: under module names, and "
+        "joined as transformers joins them while loading. It is done in any case for types that need it; alone, with "
+        "`patches: []`, it is all that is done.",
     )
+    patches: tuple[Patch, ...] = Field(description="The patch entries; at least one, or none beside `bake: true`.")
+
+    @model_validator(mode="after")
+    def _check_patches(self) -> Self:
+        if not self.patches and not self.bake:
+            raise RuleError(
+                "'patches' is an empty list",
+                fix="add an entry that starts with '- kernel:', or bake: true",
+                at=("patches",),
+            )
+        return self
 
     _text: str = PrivateAttr(default="")
     _path: Path | None = PrivateAttr(default=None)

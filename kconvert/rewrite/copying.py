@@ -4,7 +4,7 @@
 works everywhere.  A way that fails, or copies nothing, is given up for that (source, target) pair and not
 tried again.  Only the last way tells a damaged source from a full disk, so any other error just leads to it.
 
-A piece that is converted goes through memory in any case, a block at a time.
+A piece that is converted goes through memory in any case, a block at a time, and so does a block of a gather.
 
 A source position is never shared: every call carries its offset, and `sendfile`, which writes at the
 target's own position, gets a descriptor that belongs to one copier alone.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -24,8 +24,10 @@ from typing import TypeAlias
 
 from kconvert.errors import CheckpointError
 from kconvert.rewrite.cast import Cast
+from kconvert.rewrite.gather import Block, fill_block
+from kconvert.rewrite.job import Computed
 
-__all__ = ["SLICE_BYTES", "Choices", "Copier", "OpenFile", "Piece", "write_at"]
+__all__ = ["SLICE_BYTES", "BlockTask", "Choices", "Copier", "MakeTask", "OpenFile", "Piece", "write_at"]
 
 SLICE_BYTES = 8 << 20
 """The most bytes one system call is asked for: how long a stop may have to wait."""
@@ -57,6 +59,25 @@ class Piece:
     cast: Cast | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class BlockTask:
+    """One task: a block of a gather, made in memory and put to `target_offset`."""
+
+    block: Block
+    sources: Mapping[Path, OpenFile]
+    target: OpenFile
+    target_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class MakeTask:
+    """One task: a tensor that is computed, and put to `target_offset`."""
+
+    computed: Computed
+    target: OpenFile
+    target_offset: int
+
+
 class Copier:
     """Copies pieces for one thread; close it (or leave its `with`) when the thread ends."""
 
@@ -66,6 +87,7 @@ class Copier:
         self._on_bytes = on_bytes
         self._own: OpenFile | None = None
         self._buffer: memoryview | None = None
+        self._range: memoryview | None = None
         ways = {"copy_file_range": self._in_kernel, "sendfile": self._by_sendfile}
         self._ways = [way for name, way in ways.items() if hasattr(os, name)]
 
@@ -83,13 +105,19 @@ class Copier:
         if own is not None:
             os.close(own.fd)
 
-    def copy(self, piece: Piece) -> None:
+    def copy(self, piece: Piece | BlockTask | MakeTask) -> None:
         """Copies the piece, or returns early once `stop` is set.
 
         Raises:
             CheckpointError: the source ends early or cannot be read.
             OSError: the target cannot be written.
         """
+        if isinstance(piece, BlockTask):
+            self._gather(piece)
+            return
+        if isinstance(piece, MakeTask):
+            self._make(piece)
+            return
         if piece.cast is not None:
             self._convert(piece, piece.cast)
             return
@@ -149,6 +177,28 @@ class Copier:
             write_at(piece.target.fd, made, target_offset)
             done, target_offset = done + len(data), target_offset + len(made)
             self._on_bytes(len(made))
+
+    def _gather(self, task: BlockTask) -> None:
+        def read(path: Path, offset: int, size: int) -> memoryview:
+            if self._range is None or len(self._range) < size:
+                self._range = memoryview(bytearray(size))
+            piece = Piece(task.sources[path], offset, task.target, task.target_offset, size)
+            data, filled = self._range[:size], 0
+            while filled < size:
+                filled += _read_some(piece, filled, data[filled:])
+            return data
+
+        write_at(task.target.fd, fill_block(task.block, read), task.target_offset)
+        self._on_bytes(task.block.size_bytes)
+
+    def _make(self, task: MakeTask) -> None:
+        data = task.computed.make()
+        if data.nbytes != task.computed.target_bytes:
+            raise CheckpointError(
+                f"{task.computed.name!r} came out with {data.nbytes} bytes, not {task.computed.target_bytes}"
+            )
+        write_at(task.target.fd, data, task.target_offset)
+        self._on_bytes(data.nbytes)
 
     def _block(self) -> memoryview:
         if self._buffer is None:

@@ -120,7 +120,7 @@ def _machine_errors(output: Path) -> Iterator[None]:
 
 
 def _check_open_files(files: Sequence[OutputFile], num_workers: int) -> None:
-    num_sources = len({extent.path for file in files for extent in file.extents})
+    num_sources = len({path for file in files for extent in file.extents for path in extent.paths})
     needed = num_sources + len(files) + num_workers + _SPARE_FILES
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit != resource.RLIM_INFINITY and needed > limit:

@@ -8,7 +8,7 @@ Whether the sources hold those bytes is checked when the rewrite opens them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -16,8 +16,9 @@ from kconvert.checkpoint import FileStamp
 from kconvert.errors import CheckpointError
 from kconvert.names import unsafe_name_reason
 from kconvert.rewrite.cast import Cast
+from kconvert.rewrite.gather import Gather
 
-__all__ = ["LOCK_NAME", "Copy", "Extent", "Job", "OutputFile"]
+__all__ = ["LOCK_NAME", "Computed", "Copy", "Extent", "Job", "OutputFile"]
 
 LOCK_NAME = ".kconvert-lock"
 """The lock inside a partial directory; no output may have this name."""
@@ -38,18 +39,33 @@ class Extent:
             raise CheckpointError(f"bad extent: offset {self.offset}, size {self.size_bytes}", where=str(self.path))
 
     @property
+    def paths(self) -> tuple[Path, ...]:
+        """The file that is read."""
+        return (self.path,)
+
+    @property
     def target_bytes(self) -> int:
         """How many bytes of the output it fills."""
         return self.size_bytes if self.cast is None else self.cast.size_after(self.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """`target_bytes` bytes that `make` gives when they are written; `name` is for errors."""
+
+    name: str
+    target_bytes: int
+    make: Callable[[], memoryview]
+    paths: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class OutputFile:
-    """One file to write: `prefix`, then the extents one after another."""
+    """One file to write: `prefix`, then extents, gathered and computed tensors one after another."""
 
     name: str
     prefix: bytes
-    extents: tuple[Extent, ...]
+    extents: tuple[Extent | Gather | Computed, ...]
 
     @property
     def size_bytes(self) -> int:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 from kconvert.checkpoint import check_stamp
 from kconvert.errors import CheckpointError
 from kconvert.rewrite.copying import OpenFile
-from kconvert.rewrite.job import Job
+from kconvert.rewrite.gather import Gather
+from kconvert.rewrite.job import Computed, Extent, Job
 
 __all__ = ["check_unchanged", "open_sources"]
 
@@ -26,7 +27,8 @@ def open_sources(job: Job, stack: ExitStack) -> dict[Path, OpenFile]:
     needed: dict[Path, int] = {}
     for file in job.files:
         for extent in file.extents:
-            needed[extent.path] = max(needed.get(extent.path, 0), extent.offset + extent.size_bytes)
+            for path, end in _ends(extent):
+                needed[path] = max(needed.get(path, 0), end)
     exact = {copy.path: copy.size_bytes for copy in job.copies}
     sources = {path: _open(path, stack) for path in sorted({*needed, *exact})}
     check_unchanged(job, sources)
@@ -39,6 +41,16 @@ def open_sources(job: Job, stack: ExitStack) -> dict[Path, OpenFile]:
                 f"has changed: {size} bytes, {exact[path]} when it was listed", where=str(path), fix="start again"
             )
     return sources
+
+
+def _ends(extent: Extent | Gather | Computed) -> Iterator[tuple[Path, int]]:
+    """Every file that is read, and how long it has to be."""
+    if isinstance(extent, Computed):
+        return
+    if isinstance(extent, Gather):
+        yield from ((each.path, extent.end_of(each)) for each in extent.pieces)
+    else:
+        yield extent.path, extent.offset + extent.size_bytes
 
 
 def check_unchanged(job: Job, sources: Mapping[Path, OpenFile]) -> None:

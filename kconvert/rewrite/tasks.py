@@ -1,6 +1,6 @@
 """Cuts output files into copy tasks, and hands the tasks to the worker threads.
 
-Extents that touch in the source and in the target are one run; a run is cut into pieces of at most 32 MiB.  One that
+A gathered tensor is made block by block.  Extents that touch in the source and in the target are one run; a run is cut into pieces of at most 32 MiB.  One that
 is converted is a run of its own, cut between values.
 Pieces are made when they are asked for, so memory does not grow with the size of the checkpoint.
 
@@ -13,22 +13,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from threading import Lock
+from typing import TypeAlias
 
-from kconvert.rewrite.copying import OpenFile, Piece
-from kconvert.rewrite.job import Extent
+from kconvert.rewrite.copying import BlockTask, MakeTask, OpenFile, Piece
+from kconvert.rewrite.gather import Gather, blocks_of
+from kconvert.rewrite.job import Computed, Extent
 
 __all__ = ["PIECE_BYTES", "TaskQueue", "cut", "merged"]
 
 PIECE_BYTES = 32 << 20
 
+Task: TypeAlias = Piece | BlockTask | MakeTask
 
-def merged(extents: Iterable[Extent]) -> Iterator[Extent]:
+
+def merged(extents: Iterable[Extent | Gather | Computed]) -> Iterator[Extent | Gather | Computed]:
     """The same bytes in as few extents as possible, none of them empty."""
     path, offset, size = Path(), 0, 0
     for extent in extents:
-        if extent.size_bytes == 0:
+        if extent.target_bytes == 0:
             continue
-        if extent.cast is not None:
+        if not isinstance(extent, Extent) or extent.cast is not None:
             if size:
                 yield Extent(path, offset, size)
             yield extent
@@ -45,10 +49,22 @@ def merged(extents: Iterable[Extent]) -> Iterator[Extent]:
 
 
 def cut(
-    extents: Iterable[Extent], sources: Mapping[Path, OpenFile], target: OpenFile, target_offset: int
-) -> Iterator[Piece]:
-    """The pieces that put `extents` one after another into `target` from `target_offset`."""
+    extents: Iterable[Extent | Gather | Computed],
+    sources: Mapping[Path, OpenFile],
+    target: OpenFile,
+    target_offset: int,
+) -> Iterator[Task]:
+    """The tasks that put `extents` one after another into `target` from `target_offset`."""
     for extent in merged(extents):
+        if isinstance(extent, Gather):
+            for block in blocks_of(extent):
+                yield BlockTask(block, sources, target, target_offset + block.start * extent.item_bytes)
+            target_offset += extent.target_bytes
+            continue
+        if isinstance(extent, Computed):
+            yield MakeTask(extent, target, target_offset)
+            target_offset += extent.target_bytes
+            continue
         source, cast = sources[extent.path], extent.cast
         step = PIECE_BYTES if cast is None else cast.whole(PIECE_BYTES)
         for start in range(0, extent.size_bytes, step):
@@ -61,12 +77,12 @@ def cut(
 class TaskQueue:
     """Gives each piece of each file out once, to any number of threads."""
 
-    def __init__(self, files: Iterable[Iterator[Piece]]) -> None:
+    def __init__(self, files: Iterable[Iterator[Task]]) -> None:
         self._lock = Lock()
         self._left = dict(enumerate(files))
         self._current: dict[int, int] = {}
 
-    def take(self, worker: int) -> Piece | None:
+    def take(self, worker: int) -> Task | None:
         """The next piece for `worker`, or None when all are given out."""
         with self._lock:
             while self._left:

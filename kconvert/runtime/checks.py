@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from kconvert.errors import LoadError, ManifestError, UsageError
 from kconvert.manifest import Manifest, unique_pairs
 from kconvert.names import INDEX_NAME, SINGLE_NAME, unsafe_name_reason
+from kconvert.runtime.stock_names import StockNames
 
 __all__ = ["check_files", "check_loaded", "refuse_arguments"]
 
@@ -128,7 +129,8 @@ def check_loaded(model: Any, info: Mapping[str, Any], manifest: Manifest) -> Non
         if manifest.model_checked
         else {record.target for record in manifest.tensors if record.patch is None}
     )
-    stray = (left_over | set(info.get("unexpected_keys", ()))) - allowed
+    known = {each for name in left_over & allowed for each in _reported(model, name, fix)}
+    stray = (left_over - allowed) | (set(info.get("unexpected_keys", ())) - known)
     if stray:
         raise LoadError(f"the model has no place for {len(stray)} tensors, e.g. {sorted(stray)[0]}", fix=fix)
     if manifest.model_checked and left_over != allowed:
@@ -138,6 +140,20 @@ def check_loaded(model: Any, info: Mapping[str, Any], manifest: Manifest) -> Non
         on_meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
         if on_meta:
             raise LoadError(f"{len(on_meta)} tensors were left without data, e.g. {on_meta[0]}", fix=fix)
+
+
+def _reported(model: Any, name: str, fix: str) -> set[str]:
+    """What the loader calls a carried tensor.
+
+    Raises:
+        LoadError: it has taken it for a tensor of the model.
+    """
+    names = StockNames(model)
+    found = names.reported(name)
+    taken = found & names.state.keys()
+    if taken:
+        raise LoadError(f"transformers took {name!r}, which was carried along, for {min(taken)!r}", fix=fix)
+    return {name, *found}
 
 
 def _is_offloaded(model: Any) -> bool:

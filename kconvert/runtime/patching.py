@@ -15,24 +15,28 @@ from typing import Any, cast
 
 from torch import nn
 
-from kconvert.errors import CheckpointError, ManifestError
+from kconvert.errors import CheckpointError, KconvertError, ManifestError, RecipeError
 from kconvert.kernels.assign import load_layout
 from kconvert.kernels.layout import Layout
 from kconvert.kernels.live import place_layout
 from kconvert.kernels.model import ConvertedModel, adopt_model
 from kconvert.kernels.package_module import build_package_module
 from kconvert.kernels.packages import PackageClasses
-from kconvert.kernels.packing import Packing
-from kconvert.manifest import Manifest, PatchRecord
-from kconvert.runtime.capture import capture_constructors
-from kconvert.transforms import bind_spec
+from kconvert.kernels.packing import Packing, packings_of_targets
+from kconvert.kernels.stateless import stateless_layout
+from kconvert.manifest import Manifest, PatchRecord, TensorRecord
+from kconvert.runtime.capture import capture_constructors, fit_arguments
+from kconvert.transforms import Arrangement, ShapeError, bind_spec, whole
 
-__all__ = ["PatchJob", "ResolvedPatch", "packings_of", "patching", "resolve_layout"]
+__all__ = ["PatchJob", "ResolvedPatch", "packings_of", "patching", "resolve_layout", "resolve_package"]
 
 
 @dataclass(frozen=True)
 class ResolvedPatch:
-    """A patch of the manifest with its code at hand: a built-in layout class, or a package's classes."""
+    """A patch of the manifest with its code at hand: a built-in layout class, or a package's classes.
+
+    A package without a layout has both: its kernel, and the layout that keeps the stock parameters.
+    """
 
     record: PatchRecord
     layout: type[Layout] | None
@@ -76,26 +80,32 @@ class PatchedOnInit(ConvertedModel):
         with capture_constructors(names) as calls:
             super().__init__(*args, **kwargs)
         model = cast("nn.Module", self)
-        by_target = packings_of(job.manifest)
+        packings = packings_of(job.manifest)
         for patch in job.patches:
             for paths in patch.record.modules:
                 _modules(model, patch, paths)
-        _check_rows(model, by_target)
+        _check_shapes(model, packings)
         for number, patch in enumerate(job.patches):
             for paths in patch.record.modules:
                 modules = _modules(model, patch, paths)
-                packings = [by_target[number][name] for name in by_target[number] if name.startswith(f"{paths[0]}.")]
+                here = [
+                    packing
+                    for packing in packings[number]
+                    if any(name.startswith(f"{paths[0]}.") for name in packing.targets)
+                ]
                 if patch.layout is not None:
                     _check_fit(job.manifest, patch.layout, modules, paths)
                     packed = patch.layout.patch(modules)
                     place_layout(model, paths, packed, patch.record.layout.name)
                     continue
-                package = cast("PackageClasses", patch.package)
-                arguments = calls.arguments(modules[0]) if patch.record.kind == "replace" else None
-                packed = build_package_module(package.layout, modules, paths, packings, arguments)
+                layout = cast("type[nn.Module]", cast("PackageClasses", patch.package).layout)
+                arguments = None
+                if patch.record.kind == "replace":
+                    arguments = fit_arguments(type(modules[0]), layout, *calls.arguments(modules[0]))
+                packed = build_package_module(layout, modules, paths, here, arguments)
                 job.arguments[paths[0]], job.members[paths[0]] = arguments, tuple(modules)
                 place_layout(model, paths, packed, patch.record.layout.name)
-        adopt_model(model, [packing for group in by_target.values() for packing in group.values()])
+        adopt_model(model, [packing for group in packings.values() for packing in group])
 
 
 def _check_fit(manifest: Manifest, layout: type[Layout], modules: Sequence[nn.Module], paths: tuple[str, ...]) -> None:
@@ -108,21 +118,19 @@ def _check_fit(manifest: Manifest, layout: type[Layout], modules: Sequence[nn.Mo
         )
 
 
-def _check_rows(model: nn.Module, by_target: Mapping[int, Mapping[str, Packing]]) -> None:
-    """The parts of a packed tensor have to be parameters of the model, as large as it has them."""
-    sizes = {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
-    for packing in (packing for group in by_target.values() for packing in group.values()):
-        for name, rows in packing.parts:
-            if name not in sizes:
+def _check_shapes(model: nn.Module, packings: Mapping[int, Sequence[Packing]]) -> None:
+    """The parts of packed tensors have to be tensors of the model, as the model has them."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+    for packing in (packing for group in packings.values() for packing in group):
+        for name, made in packing.sources.items():
+            if name not in shapes:
                 raise ManifestError(
-                    f"the model has no tensor {name!r}, so what {packing.target!r} holds is not known",
+                    f"the model has no tensor {name!r}, so what {made.sources[0]!r} holds is not known",
                     fix="convert again, with the model check and this transformers version",
                 )
-            shape = sizes[name]
-            found = shape[packing.axis] if packing.axis < len(shape) else 1
-            if found != rows:
+            if shapes[name] != made.shape:
                 raise ManifestError(
-                    f"{name!r} has {found} rows in the model and {rows} in the manifest",
+                    f"{name!r} is {list(shapes[name])} in the model and {list(made.shape)} in the manifest",
                     fix="convert again",
                 )
 
@@ -147,17 +155,31 @@ def _module(model: nn.Module, path: str, class_name: str) -> nn.Module:
     return module
 
 
-def packings_of(manifest: Manifest) -> dict[int, dict[str, Packing]]:
-    """Patch number to its target tensors."""
-    found: dict[int, dict[str, Packing]] = {number: {} for number in range(len(manifest.patches))}
+def packings_of(manifest: Manifest) -> dict[int, tuple[Packing, ...]]:
+    """Patch number to the packings of its target tensors."""
+    by_patch: dict[int, list[TensorRecord]] = {number: [] for number in range(len(manifest.patches))}
     for record in manifest.tensors:
-        if record.patch is not None:
-            parts = tuple((part.source, part.rows) for part in record.parts)
-            found[record.patch][record.target] = Packing(record.target, record.axis, parts)
+        if record.patch is not None and record.exact:
+            by_patch[record.patch].append(record)
+    found: dict[int, tuple[Packing, ...]] = {}
+    for number, records in by_patch.items():
+        shapes = {part.source: part.shape for record in records for part in record.parts}
+        try:
+            found[number] = packings_of_targets({record.target: record.arrangement() for record in records}, shapes)
+        except ValueError as error:
+            raise ManifestError(
+                f"patch {number} of the manifest cannot be undone: {error}", fix="convert again"
+            ) from None
     return found
 
 
-def resolve_layout(record: PatchRecord, tensors: Mapping[str, Packing]) -> type[Layout]:
+def resolve_package(record: PatchRecord, classes: PackageClasses) -> ResolvedPatch:
+    """A patch with the classes of its package."""
+    layout = stateless_layout(classes.kernel) if classes.layout is None else None
+    return ResolvedPatch(record, layout, classes)
+
+
+def resolve_layout(record: PatchRecord, packings: Sequence[Packing]) -> type[Layout]:
     """The class of a built-in layout; checks that the manifest's tensors are what its rules say, in that order.
 
     Raises:
@@ -176,19 +198,19 @@ def resolve_layout(record: PatchRecord, tensors: Mapping[str, Packing]) -> type[
             fix="convert again",
         )
     for paths in record.modules:
-        inside = {target: packing for target, packing in tensors.items() if target.startswith(f"{paths[0]}.")}
-        sources = [source for packing in inside.values() for source, _ in packing.parts]
+        inside = [packing for packing in packings if any(name.startswith(f"{paths[0]}.") for name in packing.targets)]
+        shapes = {source: made.shape for packing in inside for source, made in packing.sources.items()}
+        found = {target: made for packing in inside for target, made in packing.targets.items()}
+        expected: dict[str, Arrangement] = {}
         try:
-            bound = bind_spec(spec, paths, sources)
-        except CheckpointError as error:
-            raise ManifestError(f"the manifest is not whole: {error.what}", fix="convert again") from None
-        expected = {rule.target: (rule.axis, rule.sources) for rule in bound}
-        found = {
-            target: (packing.axis, tuple(source for source, _ in packing.parts)) for target, packing in inside.items()
-        }
+            for rule in bind_spec(spec, paths, tuple(shapes)):
+                expected.update(rule.arrange({source: whole(source, shapes[source]) for source in rule.sources}))
+        except (CheckpointError, RecipeError, ShapeError) as error:
+            what = error.what if isinstance(error, KconvertError) else str(error)
+            raise ManifestError(f"the manifest is not whole: {what}", fix="convert again") from None
         if expected != found:
+            wrong = min(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
             raise ManifestError(
-                f"the parts of {paths[0]!r} in the manifest are not those of layout {name!r}: {found} instead of {expected}",
-                fix="convert again",
+                f"the parts of {wrong!r} in the manifest are not those of layout {name!r}", fix="convert again"
             )
     return layout

@@ -30,6 +30,8 @@ from kconvert.names import (
     STOCK_SINGLE_NAME,
 )
 from kconvert.runtime.patching import PatchedOnInit
+from kconvert.runtime.source_tensors import source_tensors
+from kconvert.transforms import whole
 
 __all__ = ["LoadedModel", "Origin"]
 
@@ -46,6 +48,29 @@ class LoadedModel(PatchedOnInit):
     """Mixin of a model that `load_converted` returns."""
 
     kconvert_origin: Origin
+
+    @property
+    def _weight_conversions(self) -> Any:
+        """What transformers undoes when it saves.
+
+        The files hold module names, so nothing was converted, also where a packed name looks like an original one.
+        """
+        origin = self.__dict__.get("kconvert_origin")
+        if origin is None or not origin.manifest.model_checked:
+            return self.__dict__.get("_weight_conversions")
+        return source_tensors(origin.manifest)
+
+    @_weight_conversions.setter
+    def _weight_conversions(self, conversions: Any) -> None:
+        self.__dict__["_weight_conversions"] = conversions
+
+    def _check_undoable(self) -> None:
+        lost = [record for record in self.kconvert_origin.manifest.tensors if not record.exact]
+        if lost:
+            raise UsageError(
+                f"{lost[0].target!r} was made by {lost[0].op}, so the stock tensors cannot be given back",
+                fix="save packed, with variant='kconvert'",
+            )
 
     def _save_packed(self, directory: Any, is_main_process: bool, state: Any, kwargs: dict[str, Any]) -> Any:
         target = Path(directory)
@@ -131,9 +156,13 @@ def _carried(origin: Origin, state: Mapping[str, torch.Tensor], own: Collection[
 
 def _as_stored(record: TensorRecord, dtype: str, shape: tuple[int, ...]) -> TensorRecord:
     """The record of a tensor whose dtype or, after `resize_token_embeddings`, number of rows has changed."""
+    if shape == record.shape:
+        return replace(record, dtype=dtype)
     parts = record.parts
-    if len(parts) == 1 and shape:
-        parts = (replace(parts[0], rows=shape[record.axis]),)
+    if len(record.origins) == 1:
+        pieces = (whole(record.target, shape).pieces[0].numbers(),)
+        origins = (replace(record.origins[0], shape=shape, pieces=pieces),)
+        parts = (replace(parts[0], shape=shape, pieces=pieces, origins=origins),)
     return replace(record, dtype=dtype, shape=shape, parts=parts)
 
 

@@ -1,35 +1,74 @@
 """Rules and ops on names, shapes and bytes: what a layout is, without torch."""
 
-from kconvert.transforms.bind import MappingRule, bind_mapping, bind_spec
-from kconvert.transforms.claims import claims_overlap, is_taken
-from kconvert.transforms.rules import (
-    BoundRule,
-    MemberTensor,
-    Op,
-    Rule,
+from kconvert.transforms.arrangement import (
+    Arrangement,
+    Dim,
+    Piece,
+    Run,
     ShapeError,
-    concatenate,
-    nested,
-    rename,
-    target_shape,
+    has_overlap,
+    invert,
+    runs_of,
+    whole,
 )
+from kconvert.transforms.bind import MappingRule, bind_mapping, bind_spec, complete_groups
+from kconvert.transforms.claims import claims_overlap, is_taken
+from kconvert.transforms.operations import (
+    Chunk,
+    Computed,
+    Concatenate,
+    Interleave,
+    Op,
+    Operation,
+    PermuteHeads,
+    Reshape,
+    SplitToShapes,
+    Stack,
+    StackHalves,
+    Transpose,
+    Unstack,
+    UnstackHalves,
+)
+from kconvert.transforms.rules import BoundRule, Collected, MemberTensor, Rule, concatenate, nested, rename
 from kconvert.transforms.spec import KernelEntry, LayoutSpec
 
 __all__ = [
+    "Arrangement",
     "BoundRule",
+    "Chunk",
+    "Collected",
+    "Computed",
+    "Concatenate",
+    "Dim",
+    "Interleave",
     "KernelEntry",
     "LayoutSpec",
     "MappingRule",
     "MemberTensor",
     "Op",
+    "Operation",
+    "PermuteHeads",
+    "Piece",
+    "Reshape",
     "Rule",
+    "Run",
     "ShapeError",
+    "SplitToShapes",
+    "Stack",
+    "StackHalves",
+    "Transpose",
+    "Unstack",
+    "UnstackHalves",
     "bind_mapping",
     "bind_spec",
     "claims_overlap",
+    "complete_groups",
     "concatenate",
+    "has_overlap",
+    "invert",
     "is_taken",
     "nested",
     "rename",
-    "target_shape",
+    "runs_of",
+    "whole",
 ]

@@ -13,15 +13,20 @@ target and what is missing.  A group that the checkpoint holds joined already is
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kconvert.errors import CheckpointError, RecipeError
+from kconvert.names import natural_key
 from kconvert.transforms.claims import is_taken
-from kconvert.transforms.rules import BoundRule, MemberTensor, Op, Rule
+from kconvert.transforms.operations import Op, Operation
+from kconvert.transforms.rules import BoundRule, Collected, MemberTensor, Rule
 from kconvert.transforms.spec import LayoutSpec
 
-__all__ = ["MappingRule", "bind_mapping", "bind_spec"]
+__all__ = ["MappingRule", "bind_mapping", "bind_spec", "complete_groups"]
+
+_NUMBER = re.compile(r"(\d+)(?=\.|$)")  # at the end of a segment: `experts.3.`, `shard_3.`
+_INCOMPLETE = "the group has to be complete: download the checkpoint again, or leave these layers out of the path"
 
 
 @dataclass(frozen=True)
@@ -29,18 +34,18 @@ class MappingRule:
     """One rule of a two-class package, as data.
 
     Attributes:
-        op: what happens to the tensors that match.
         regex: alternatives in groups `g0`, `g1`, ...: group `gN` is source pattern N.
-        sources: the source patterns, in part order.
-        target: the replacement text; `\\1` is the first group inside the pattern that matched.
-        axis: of a concatenation.
+        sources: the source patterns, in part order; `*` stands for the numbers of a list of tensors.
+        targets: the replacement texts; `\\1` is the first group inside the pattern that matched.
+        operations: what happens to the tensors that match; none for a renaming.
+        is_group: source pattern N becomes target N, and only after a tensor that matched the first was seen.
     """
 
-    op: Op
     regex: str
     sources: tuple[str, ...]
-    target: str
-    axis: int = 0
+    targets: tuple[str, ...]
+    operations: tuple[Operation, ...] = ()
+    is_group: bool = False
 
 
 def _inside(name: str, path: str) -> str | None:
@@ -71,14 +76,14 @@ def bind_spec(spec: LayoutSpec, paths: Sequence[str], names: Sequence[str]) -> t
         missing = [name for name in sources if name not in present]
         target = f"{paths[0]}.{rule.target}"
         joined = f"{paths[rule.packed.member]}.{rule.packed.name}" if rule.packed is not None else None
-        if joined in present and len(missing) == len(sources):
+        if joined is not None and joined in present and len(missing) == len(sources):
             if not rule.takes_packed:
                 raise RecipeError(
                     f"{joined!r} is stored packed, in an order of its model's own, which layout {spec.name!r} does not take",
                     fix="leave these modules out of the recipe: their tensors pass through as they are",
                 )
             used.add(joined)
-            bound.append(BoundRule(Op.RENAME, (joined,), target, rule.axis))
+            bound.append(BoundRule.renamed(joined, target))
             continue
         if rule.optional and len(missing) == len(sources):
             continue
@@ -88,10 +93,13 @@ def bind_spec(spec: LayoutSpec, paths: Sequence[str], names: Sequence[str]) -> t
                 f"{target!r} needs {named}, which the checkpoint does not have"
                 if missing != [target]
                 else f"the checkpoint does not have {named}",
-                fix="the group has to be complete: download the checkpoint again, or leave these layers out of the path",
+                fix=_INCOMPLETE,
             )
         used.update(sources)
-        bound.append(BoundRule(rule.op, sources, target, rule.axis))
+        is_rename = rule.op is Op.RENAME
+        bound.append(
+            BoundRule.renamed(sources[0], target) if is_rename else BoundRule.joined(sources, target, rule.axis)
+        )
     stray = sorted(present - used)
     if stray:
         raise CheckpointError(
@@ -111,7 +119,7 @@ class _Match:
     source_index: int
 
 
-def _apply(rule: MappingRule, name: str) -> _Match | None:
+def _apply(rule: MappingRule, name: str, active: set[MappingRule]) -> _Match | None:
     """Transformers' matching: the first place where any pattern is found, replaced once."""
     found = re.search(rule.regex, name)
     if found is None:
@@ -119,16 +127,20 @@ def _apply(rule: MappingRule, name: str) -> _Match | None:
     ends_inside = re.match(r"\w", name[found.end() :]) is not None and found[0][-1:].isalnum()
     if ends_inside:
         return None  # `weight` is not the start of `weight_scale`; newer transformers say so in the pattern itself
-    if found.start() and name[found.start() - 1] != ".":
+    if found.start() and name[found.start() - 1] != "." and found[0][:1] != ".":
         raise RecipeError(
             f"conversion mapping pattern {rule.sources[0]!r} would match {name!r} inside a name segment, at {found[0]!r}",
             fix="begin the pattern at the start of a segment",
         )
     group = next(key for key, value in found.groupdict().items() if value is not None)
-    replacement = rule.target
+    index = int(group[1:])
+    if rule.is_group and index and rule not in active:
+        return None
+    active.add(rule)
+    replacement = rule.targets[index if rule.is_group else 0]
     if r"\1" in replacement:
         replacement = replacement.replace(r"\1", found.group(found.re.groupindex[group] + 1))
-    return _Match(name[: found.start()] + replacement + name[found.end() :], int(group[1:]))
+    return _Match(name[: found.start()] + replacement + name[found.end() :], index)
 
 
 def bind_mapping(rules: Sequence[MappingRule], paths: Sequence[str], names: Sequence[str]) -> tuple[BoundRule, ...]:
@@ -141,19 +153,20 @@ def bind_mapping(rules: Sequence[MappingRule], paths: Sequence[str], names: Sequ
         RecipeError: a pattern begins inside a segment, or a target leaves the layout's module.
         CheckpointError: a group is incomplete.
     """
-    renamings = [rule for rule in rules if rule.op is Op.RENAME]
-    converters = [rule for rule in rules if rule.op is not Op.RENAME]
-    groups: dict[tuple[str, MappingRule | None], dict[int, str]] = {}
-    for name in names:
+    renamings = [rule for rule in rules if not rule.operations]
+    converters = [rule for rule in rules if rule.operations]
+    groups: dict[tuple[str, MappingRule | None], dict[int, list[str]]] = {}
+    active: set[MappingRule] = set()
+    for name in sorted(names, key=natural_key):
         if all(_inside(name, path) is None for path in paths):
             continue
         renamed = name
         for rule in renamings:
-            match = _apply(rule, renamed)
+            match = _apply(rule, renamed, active)
             renamed = match.target if match else renamed
         taken_by, index = None, 0
         for rule in converters:
-            match = _apply(rule, renamed)
+            match = _apply(rule, renamed, active)
             if match:
                 taken_by, renamed, index = rule, match.target, match.source_index
                 break
@@ -163,23 +176,96 @@ def bind_mapping(rules: Sequence[MappingRule], paths: Sequence[str], names: Sequ
                 fix="every target of the conversion mapping has to lie in the first module of the entry",
             )
         group = groups.setdefault((renamed, taken_by), {})
-        if index in group:
-            raise RecipeError(f"both {group[index]!r} and {name!r} become {renamed!r}", fix="make the patterns exact")
-        group[index] = name
+        is_list = taken_by is not None and "*" in taken_by.sources[index]
+        if index in group and not is_list:
+            raise RecipeError(
+                f"both {group[index][0]!r} and {name!r} become {renamed!r}", fix="make the patterns exact"
+            )
+        group.setdefault(index, []).append(name)
     bound = []
     for (target, taken_by), members in groups.items():
         if taken_by is None:
-            bound.append(BoundRule(Op.RENAME, (members[0],), target))
+            bound.append(BoundRule.renamed(members[0][0], target))
             continue
-        missing = [pattern for number, pattern in enumerate(taken_by.sources) if number not in members]
-        if missing:
-            raise CheckpointError(
-                f"{target!r} needs a tensor that matches {', '.join(map(repr, missing))}, which the checkpoint does not have",
-                fix="the group has to be complete: download the checkpoint again, or leave these layers out of the path",
-            )
-        bound.append(BoundRule(taken_by.op, tuple(members[i] for i in sorted(members)), target, taken_by.axis))
+        collected = {pattern: members.get(number, []) for number, pattern in enumerate(taken_by.sources)}
+        ordered = complete_groups(target, collected)
+        bound.append(BoundRule(ordered, target, taken_by.operations, taken_by.targets))
     targets = [rule.target for rule in bound]
     twice = sorted({name for name in targets if targets.count(name) > 1})
     if twice:
         raise RecipeError(f"the conversion mapping makes {twice[0]!r} twice", fix="make the patterns exact")
     return tuple(bound)
+
+
+def complete_groups(
+    target: str, collected: Mapping[str, Sequence[str]], count: int | None = None
+) -> tuple[Collected, ...]:
+    """The tensors per pattern, lists in numeric order, where none is missing.
+
+    A pattern with `*` collects a list of tensors, numbered from 0 without gaps, as many for each pattern; any other
+    pattern one tensor.
+
+    Args:
+        target: what they become, for errors.
+        collected: source pattern to the names that it matched.
+        count: how many there have to be in a list, where that is known.
+
+    Raises:
+        CheckpointError: naming what is missing.
+    """
+    lists = {pattern: _numbered(names) for pattern, names in collected.items() if "*" in pattern}
+    wanted = max([count or 0, *(max(numbers, default=-1) + 1 for numbers, _ in lists.values())])
+    lacking = []
+    for pattern, names in collected.items():
+        if pattern not in lists:
+            if not names:
+                lacking.append(f"a tensor that matches {pattern!r}")
+            continue
+        numbers, name_of = lists[pattern]
+        if not names:
+            lacking.append(f"tensors that match {pattern!r}")
+        lacking += [repr(name_of(number)) for number in range(wanted) if names and number not in numbers]
+    if lacking:
+        more = f" and {len(lacking) - 4} more" if len(lacking) > 4 else ""
+        raise CheckpointError(
+            f"{target!r} needs {', '.join(lacking[:4])}{more}, which the checkpoint does not have", fix=_INCOMPLETE
+        )
+    if count is not None and wanted > count:
+        stray = next(name_of(count) for numbers, name_of in lists.values())
+        raise CheckpointError(
+            f"{target!r} has {count} parts in the model, and the checkpoint has {stray!r} too", fix="check config.json"
+        )
+    return tuple(
+        Collected(pattern, tuple(lists[pattern][0].values()) if pattern in lists else tuple(names))
+        for pattern, names in collected.items()
+    )
+
+
+def _numbered(names: Sequence[str]) -> tuple[dict[int, str], Callable[[int], str]]:
+    """The names of a list by number, in numeric order, and how a name with another number is spelled.
+
+    The number is the one in which the names differ, or the last one of a single name.
+
+    Raises:
+        CheckpointError: the names differ in more than one number.
+    """
+    spelled = [_NUMBER.split(name) for name in names]
+    if not spelled:
+        return {}, lambda number: str(number)
+    places = [
+        place
+        for place in range(1, len(spelled[0]), 2)
+        if len({tuple(parts[place : place + 1]) for parts in spelled}) > 1
+    ]
+    place = places[0] if places else max(len(spelled[0]) - 2, 0)
+    around = {(*parts[:place], *parts[place + 1 :]) for parts in spelled}
+    if len(around) > 1 or len(spelled[0]) < 2:
+        raise CheckpointError(
+            f"{names[0]!r} and {names[-1]!r} are no list of numbered tensors", fix="make the pattern exact"
+        )
+    found = {int(parts[place]): name for parts, name in zip(spelled, names, strict=True)}
+
+    def name_of(number: int) -> str:
+        return "".join((*spelled[0][:place], str(number), *spelled[0][place + 1 :]))
+
+    return dict(sorted(found.items())), name_of

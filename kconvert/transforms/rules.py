@@ -1,8 +1,8 @@
 """Rules: which layout tensor comes from which source tensors, as plain data.
 
 A `Rule` is what a layout declares, with names relative to the modules that an entry matched.  Bound to
-concrete modules it is a `BoundRule`, with full module names.  Everything that happens to a tensor later
-(offline rewrite, packing of a live module, inverse, save) is read off these, so nothing is said twice.
+concrete modules it is a `BoundRule`, with full module names and a chain of operations.  Everything that happens to a
+tensor later (offline rewrite, packing of a live module, inverse, save) is read off these, so nothing is said twice.
 
     concatenate(["gate_proj.weight", "up_proj.weight"], "gate_up_proj.weight")
     rename("weight", "scale")
@@ -10,18 +10,13 @@ concrete modules it is a `BoundRule`, with full module names.  Everything that h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
-__all__ = ["BoundRule", "MemberTensor", "Op", "Rule", "ShapeError", "concatenate", "nested", "rename", "target_shape"]
+from kconvert.transforms.arrangement import Arrangement
+from kconvert.transforms.operations import Concatenate, Names, Op, Operation, run_chain
 
-
-class Op(StrEnum):
-    """A tensor operation with a byte form and an exact inverse."""
-
-    RENAME = "rename"
-    CONCATENATE = "concatenate"
+__all__ = ["BoundRule", "Collected", "MemberTensor", "Rule", "concatenate", "nested", "rename"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +46,8 @@ class Rule:
     takes_packed: bool = False
 
     def __post_init__(self) -> None:
+        if self.op not in (Op.RENAME, Op.CONCATENATE):
+            raise ValueError(f"no rule of a layout is a {self.op}")
         if (self.op is Op.RENAME) != (len(self.sources) == 1):
             raise ValueError(f"{self.op} to {self.target!r} from {len(self.sources)} sources")
         if len(set(self.sources)) != len(self.sources):
@@ -58,17 +55,98 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Collected:
+    """The tensors that a rule's source pattern matched, by full names, in order."""
+
+    pattern: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class BoundRule:
-    """A rule with full module names: one target tensor and its sources in part order."""
+    """A rule with full names: what it collects, and the chain that makes its targets of that.
 
-    op: Op
-    sources: tuple[str, ...]
+    Attributes:
+        collected: the sources, per pattern of the rule.
+        target: the full name of the first target; the names of others follow from the target patterns.
+        operations: the chain; empty for a rename.
+        targets: the target patterns, `target` being the first; just `target` where it has no others.
+    """
+
+    collected: tuple[Collected, ...]
     target: str
-    axis: int = 0
+    operations: tuple[Operation, ...] = ()
+    targets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.operations and len(self.sources) != 1:
+            raise ValueError(f"{self.target!r} from {self.sources} without an operation")
+
+    @classmethod
+    def renamed(cls, source: str, target: str) -> BoundRule:
+        """`source` under the name `target`."""
+        return cls((Collected(source, (source,)),), target)
+
+    @classmethod
+    def joined(cls, sources: Sequence[str], target: str, axis: int = 0) -> BoundRule:
+        """`sources` joined along `axis`, in this order."""
+        return cls(tuple(Collected(name, (name,)) for name in sources), target, (Concatenate(axis),))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of all sources, in order."""
+        return tuple(name for each in self.collected for name in each.names)
+
+    @property
+    def is_rename(self) -> bool:
+        """Whether nothing but the name changes."""
+        return not self.operations
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether values change, so that the rule cannot be told as an arrangement."""
+        return any(operation.op is Op.COMPUTE for operation in self.operations)
+
+    @property
+    def label(self) -> str:
+        """What is done, for people: `rename`, `stack(0), concatenate(1)`."""
+        return ", ".join(map(str, self.operations)) or str(Op.RENAME)
+
+    def arrange(
+        self,
+        inputs: Mapping[str, Arrangement],
+        shape_of: Callable[[str], tuple[int, ...] | None] = lambda name: None,
+    ) -> dict[str, Arrangement]:
+        """Full name of every target to what it consists of.
+
+        Args:
+            inputs: what each source consists of.
+            shape_of: the shape that the model has for a tensor, by full name, or None.
+
+        Raises:
+            ShapeError: the sources' shapes do not fit the operations.
+        """
+        if self.is_rename:
+            return {self.target: inputs[self.sources[0]]}
+        patterns = self.targets or (self.target,)
+        names = Names(
+            tuple(each.pattern for each in self.collected),
+            patterns,
+            lambda pattern: shape_of(self.target.replace(patterns[0], pattern)),
+        )
+        values = {each.pattern: [inputs[name] for name in each.names] for each in self.collected}
+        made = run_chain(self.operations, values, names)
+        return {_full_name(self.target, pattern, made): tensor for pattern, tensor in made.items()}
 
 
-class ShapeError(ValueError):
-    """Sources whose shapes the op cannot take."""
+def _full_name(first: str, pattern: str, made: Mapping[str, Arrangement]) -> str:
+    """The full name of a target, read off that of the first as transformers does."""
+    name = first.replace("*", "0")
+    known = next((key for key in made if key in name), None)
+    if known is None:
+        return pattern
+    before, _, after = name.partition(known)
+    return before + pattern + after
 
 
 def rename(source: str, target: str | None = None, *, optional: bool = False) -> Rule:
@@ -96,20 +174,3 @@ def nested(rules: Sequence[Rule], *, member: int, into: str) -> tuple[Rule, ...]
         )
         for rule in rules
     )
-
-
-def target_shape(op: Op, axis: int, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape that `op` makes of sources with these shapes.
-
-    Raises:
-        ShapeError: the shapes differ outside `axis`, or have no such axis.
-    """
-    first = shapes[0]
-    if op is Op.RENAME:
-        return first
-    if any(not 0 <= axis < len(shape) for shape in shapes):
-        raise ShapeError(f"no axis {axis} in shapes {list(map(list, shapes))}")
-    outside = {shape[:axis] + shape[axis + 1 :] for shape in shapes}
-    if len(outside) != 1:
-        raise ShapeError(f"shapes {list(map(list, shapes))} differ outside axis {axis}")
-    return first[:axis] + (sum(shape[axis] for shape in shapes),) + first[axis + 1 :]

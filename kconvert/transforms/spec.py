@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kconvert.transforms.rules import Op, Rule
+from kconvert.transforms.operations import Op
+from kconvert.transforms.rules import Rule
 
 __all__ = ["KernelEntry", "LayoutSpec"]
 

@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 from kconvert import load_converted
 from kconvert.convert import build_job, default_output, prepare
 from kconvert.errors import CheckpointError, OutputError, UsageError
-from kconvert.manifest import Manifest, load_manifest
+from kconvert.manifest import load_manifest
 from kconvert.names import INDEX_NAME, MANIFEST_NAME, SINGLE_NAME, SOURCE_HEADERS_NAME
 from tests.support import (
-    RawTensor,
     check_refused,
     convert,
     qwen3_config,
     qwen3_tensors,
     read_raw,
+    unpacked,
     write_checkpoint,
 )
 
@@ -36,24 +36,6 @@ def files_of(directory: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()
     }
-
-
-def unpacked(manifest: Manifest, tensors: dict[str, RawTensor]) -> dict[str, RawTensor]:
-    """Source tensors, cut out of the targets by the manifest alone."""
-    found = {}
-    for record in manifest.tensors:
-        target = tensors[record.target]
-        assert (target.dtype, target.shape) == (record.dtype, record.shape)
-        assert record.axis == 0
-        rows = sum(part.rows for part in record.parts)
-        row_bytes = len(target.data) // rows if rows else 0
-        start = 0
-        for part in record.parts:
-            shape = (part.rows, *record.shape[1:]) if record.shape else ()
-            data = target.data[start * row_bytes : (start + part.rows) * row_bytes]
-            found[part.file_name] = RawTensor(record.dtype, shape, data)
-            start += part.rows
-    return found
 
 
 # --- bytes ------------------------------------------------------------------------------------------
@@ -70,7 +52,7 @@ def test_cutting_by_the_manifest_restores_every_source(
     written = read_raw(output)
     assert set(written) == {record.target for record in manifest.tensors}
     assert unpacked(manifest, written) == read_raw(directory)
-    assert {part.file for record in manifest.tensors for part in record.parts} == {
+    assert {origin.file for record in manifest.tensors for origin in record.origins} == {
         file.name for file in manifest.source_files
     }
 

@@ -120,7 +120,7 @@ def test_scalars_and_empty_tensors(tmp_path: Path, sharded: bool) -> None:
     assert {name: written[name] for name in extra} == {name: raw(tensor) for name, tensor in extra.items()}
     assert set(load_manifest(output).carried) == set(extra)
     records = load_manifest(output).tensors_by_target()
-    assert [records[name].parts[0].rows for name in ("logit_scale", "empty_a", "empty_b")] == [1, 0, 3]
+    assert [records[name].parts[0].shape for name in ("logit_scale", "empty_a", "empty_b")] == [(), (0, 3), (3, 0)]
 
 
 def test_a_shard_of_empty_tensors_only(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_the_old_names_of_the_qwen_family(tmp_path: Path, qwen: Model) -> None:
     written = read_raw(output)
     assert written["model.language_model.layers.1.mlp.gate_up_proj.weight"] == raw(torch.cat([gate, up]))
     record = load_manifest(output).tensors_by_target()["model.language_model.layers.1.mlp.gate_up_proj.weight"]
-    assert [(part.source, part.file_name) for part in record.parts] == [
+    assert [(part.source, *(origin.file_name for origin in part.origins)) for part in record.parts] == [
         (f"model.language_model.layers.1.mlp.{name}_proj.weight", f"model.layers.1.mlp.{name}_proj.weight")
         for name in ("gate", "up")
     ]

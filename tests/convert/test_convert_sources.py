@@ -116,8 +116,8 @@ def test_shards_in_folders(sharded: Path, tmp_path: Path) -> None:
     assert read_raw(convert("qwen3", sharded, tmp_path / "a").output) == read_raw(
         convert("qwen3", flat, tmp_path / "b").output
     )
-    parts = {part.file for record in load_manifest(tmp_path / "a").tensors for part in record.parts}
-    assert parts == {"model.layers.0/layer.safetensors", TWO}
+    files = {origin.file for record in load_manifest(tmp_path / "a").tensors for origin in record.origins}
+    assert files == {"model.layers.0/layer.safetensors", TWO}
     assert not (tmp_path / "a" / "model.layers.0").exists()
 
 
@@ -368,10 +368,14 @@ def test_attention_code_from_the_hub(tmp_path: Path, key: str) -> None:
 
 
 def test_a_kernel_from_the_hub(single: Path, tmp_path: Path) -> None:
-    patch = '  - kernel: evil/kernel:Thing\n    trust_remote_code: true\n    replace: {class: Qwen3MLP, path: "model.layers.*.mlp"}\n'
-    recipe = write_recipe(tmp_path / "r.yaml", patch)
+    """Nothing is fetched for a recipe that does not trust it; what it trusts is looked for, and there is no network here."""
+    target = '    replace: {class: Qwen3MLP, path: "model.layers.*.mlp"}\n'
+    recipe = write_recipe(tmp_path / "r.yaml", f"  - kernel: evil/kernel:Thing\n{target}")
+    words = ["r.yaml:5", "'evil/kernel:Thing' runs code, and the recipe does not trust it"]
+    check_refused(TrustError, 8, words, recipe, single, tmp_path / "out", trust_remote_code=True)
+    recipe = write_recipe(tmp_path / "r.yaml", f"  - kernel: evil/kernel:Thing\n    trust_remote_code: true\n{target}")
     for trusted in (True, False):
-        words = ["r.yaml:5", "'evil/kernel:Thing' is on the Hub"]
+        words = ["r.yaml:5", "'evil/kernel:Thing'", "is not whole in the Hub cache, and HF_HUB_OFFLINE is set"]
         check_refused(KernelRefusedError, 8, words, recipe, single, tmp_path / "out", trust_remote_code=trusted)
 
 

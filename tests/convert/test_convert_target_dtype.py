@@ -149,11 +149,12 @@ def test_parts_are_converted_and_the_rest_is_as_it_was(
     records = load_manifest(result.output).tensors_by_target()
     record = records[PACKED.format(1)]
     assert (record.dtype, record.shape) == (NAMES[DTYPES[word]], (24, 8))
-    assert [(part.source, part.dtype, part.rows) for part in record.parts] == [
-        (GATE.format(1), gate, 12),
-        (UP.format(1), up, 12),
+    assert [(part.source, part.shape) for part in record.parts] == [(GATE.format(1), (12, 8)), (UP.format(1), (12, 8))]
+    assert [(origin.file_name, origin.dtype) for origin in record.origins] == [
+        (GATE.format(1), gate),
+        (UP.format(1), up),
     ]
-    assert [part.dtype for part in records[DOWN.format(1)].parts] == [records[DOWN.format(1)].dtype] == ["F32"]
+    assert [origin.dtype for origin in records[DOWN.format(1)].origins] == [records[DOWN.format(1)].dtype] == ["F32"]
 
 
 def test_a_mixed_group_without_dtype_names_the_key(tmp_path: Path) -> None:
@@ -269,7 +270,7 @@ def test_the_command_line_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture
     value = json.loads(capsys.readouterr().out)
     (tensor,) = [item for item in value["tensors"] if item["target"] == PACKED.format(1)]
     assert tensor["dtype"] == "BF16"
-    assert [part["dtype"] for part in tensor["parts"]] == ["BF16", "F32"]
+    assert [origin["dtype"] for origin in tensor["origins"]] == ["BF16", "F32"]
     assert main(["apply", str(recipe), str(source), "-o", str(tmp_path / "out")]) == 0
     assert "warning: 3 tensors are rounded from F32 to BF16" in capsys.readouterr().err
 
@@ -297,5 +298,5 @@ def test_it_loads_and_computes_as_stock_with_the_same_rounding(tmp_path: Path) -
     assert torch.equal(logits(model), logits(expected))
     model.save_pretrained(tmp_path / "packed", variant="kconvert")
     again = load_manifest(tmp_path / "packed").tensors_by_target()[PACKED.format(1)]
-    assert (again.dtype, [part.dtype for part in again.parts]) == ("BF16", ["BF16", "F32"])
+    assert (again.dtype, [origin.dtype for origin in again.origins]) == ("BF16", ["BF16", "F32"])
     assert torch.equal(logits(load_converted(tmp_path / "packed", kernels="reference")), logits(expected))

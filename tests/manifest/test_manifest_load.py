@@ -14,6 +14,7 @@ from kconvert.manifest import (
     LayoutRecord,
     Manifest,
     OmittedRecord,
+    OriginRecord,
     PackageRecord,
     PartRecord,
     PatchRecord,
@@ -24,8 +25,21 @@ from kconvert.manifest import (
     sha256_digest,
 )
 from kconvert.names import MANIFEST_NAME
+from kconvert.transforms import runs_of, whole
 
 GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
+GATE_UP = "model.layers.0.mlp.gate_up_proj.weight"
+
+
+def part(name: str, file: str, piece: tuple[int, ...], *, shape: tuple[int, ...] = (12, 8)) -> PartRecord:
+    """A part that is a tensor of the same name in a file, whole; `piece` says where it stands in the target."""
+    return PartRecord(name, shape, (piece,), (OriginRecord(name, file, "F32", shape, (whole_piece(shape),)),))
+
+
+def whole_piece(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return whole("any", shape).pieces[0].numbers()
+
+
 MANIFEST = Manifest(
     kconvert_version="0.1.0",
     transformers_version="5.22.2",
@@ -48,22 +62,16 @@ MANIFEST = Manifest(
     ),
     tensors=(
         TensorRecord(
-            "model.layers.0.mlp.gate_up_proj.weight",
+            GATE_UP,
             "F32",
             (24, 8),
-            "concatenate",
+            "concatenate(0)",
             0,
-            0,
-            (
-                PartRecord(GATE, GATE, "sub/a.safetensors", "F32", 12),
-                PartRecord(UP, UP, "model.safetensors", "F32", 12),
-            ),
+            (part(GATE, "sub/a.safetensors", (0, 0, 96, 1, 1)), part(UP, "model.safetensors", (0, 96, 96, 1, 1))),
         ),
+        TensorRecord("scale", "F32", (), "copy", None, (part("scale", "model.safetensors", (0, 0), shape=()),)),
         TensorRecord(
-            "scale", "F32", (), "copy", 0, None, (PartRecord("scale", "scale", "model.safetensors", "F32", 1),)
-        ),
-        TensorRecord(
-            "none", "F32", (0, 3), "copy", 0, None, (PartRecord("none", "none", "model.safetensors", "F32", 0),)
+            "none", "F32", (0, 3), "copy", None, (part("none", "model.safetensors", (0, 0, 0, 0, 0), shape=(0, 3)),)
         ),
     ),
     carried=("scale", "none"),
@@ -117,7 +125,7 @@ def test_no_manifest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"schema": 1} {}', b'{"schema": NaN}'],
+    [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"schema": 2} {}', b'{"schema": NaN}'],
     ids=lambda content: repr(content[:12]),
 )
 def test_no_json_object(tmp_path: Path, content: bytes) -> None:
@@ -128,9 +136,9 @@ def test_no_json_object(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        '{"schema": 1, "x": NaN}',
-        '{"schema": 1, "model_type": "\\ud800"}',
-        '{"schema": 1, "x": %s1%s}' % ("[" * 900, "]" * 900),
+        '{"schema": 2, "x": NaN}',
+        '{"schema": 2, "model_type": "\\ud800"}',
+        '{"schema": 2, "x": %s1%s}' % ("[" * 900, "]" * 900),
     ],
     ids=["nan", "surrogate", "deep"],
 )
@@ -173,20 +181,20 @@ def test_a_missing_digest(tmp_path: Path) -> None:
     expect_refused(tmp_path, "its digest does not fit its content")
 
 
-@pytest.mark.parametrize("schema", [0, 2, "1", None])
+@pytest.mark.parametrize("schema", [0, 1, 3, "2", None])
 def test_an_unknown_schema(tmp_path: Path, schema: object) -> None:
     write(tmp_path, {**body(), "schema": schema})
-    expect_refused(tmp_path, f"has schema {schema!r}, this version reads 1")
+    expect_refused(tmp_path, f"has schema {schema!r}, this version reads 2")
 
 
-@pytest.mark.parametrize("schema", [True, 1.0])
-def test_a_schema_that_only_equals_one(tmp_path: Path, schema: object) -> None:
+@pytest.mark.parametrize("schema", [2.0])
+def test_a_schema_that_only_equals_two(tmp_path: Path, schema: object) -> None:
     write(tmp_path, {**body(), "schema": schema})
     expect_refused(tmp_path, "schema")
 
 
 def test_a_key_that_stands_twice(tmp_path: Path) -> None:
-    content = MANIFEST.to_bytes().replace(b'"schema": 1', b'"schema": 1,\n "schema": 1')
+    content = MANIFEST.to_bytes().replace(b'"schema": 2', b'"schema": 2,\n "schema": 2')
     (tmp_path / MANIFEST_NAME).write_bytes(content)
     expect_refused(tmp_path, "key 'schema' stands twice")
 
@@ -210,10 +218,13 @@ def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
         ("surprise", 1, "manifest has unknown keys ['surprise']"),
         ("patches.0.import", "os", "manifest.patches[0] has unknown keys ['import']"),
         ("tensors.0.parts.1.offset", 3, "manifest.tensors[0].parts[1] has unknown keys ['offset']"),
+        ("tensors.0.parts.1.origins.0.x", 3, "manifest.tensors[0].parts[1].origins[0] has unknown keys ['x']"),
         ("patches.0.layout.package.path", "/x", "layout.package has unknown keys ['path']"),
         ("model_type", None, "manifest.model_type is None, not str"),
         ("model_checked", 1, "manifest.model_checked is 1, not bool"),
-        ("tensors.0.axis", True, "manifest.tensors[0].axis is True, not int"),
+        ("tensors.0.parts.0.shape.0", True, "manifest.tensors[0].parts[0].shape[0] is True, not int"),
+        ("tensors.0.parts.0.pieces.0.2", 96.0, "manifest.tensors[0].parts[0].pieces[0][2] is 96.0, not int"),
+        ("tensors.0.parts.0.pieces.0", 0, "manifest.tensors[0].parts[0].pieces[0] is no list"),
         ("tensors.0.shape.0", 24.0, "manifest.tensors[0].shape[0] is 24.0, not int"),
         ("tensors.0.parts", {}, "manifest.tensors[0].parts is no list"),
         ("tensors.0.parts.0", "x", "manifest.tensors[0].parts[0] is no object"),
@@ -255,7 +266,7 @@ def test_unsafe_file_names(tmp_path: Path, name: str, place: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["../evil.safetensors", "/abs/x", "a\\x"])
-@pytest.mark.parametrize("place", ["source_headers", "tensors.0.parts.0.file", "omitted.0.name"])
+@pytest.mark.parametrize("place", ["source_headers", "tensors.0.parts.0.origins.0.file", "omitted.0.name"])
 def test_unsafe_file_names_in_every_place_that_names_a_file(tmp_path: Path, name: str, place: str) -> None:
     value = body()
     _set(place, name)(value)
@@ -269,13 +280,28 @@ def test_unsafe_file_names_in_every_place_that_names_a_file(tmp_path: Path, name
 @pytest.mark.parametrize(
     ("path", "value", "what"),
     [
-        ("tensors.0.parts.0.rows", 11, "the parts of 'model.layers.0.mlp.gate_up_proj.weight' do not add up"),
-        ("tensors.0.shape", [8, 24], "do not add up"),
-        ("tensors.0.axis", 1, "do not add up"),
-        ("tensors.0.parts", [], "do not add up"),
-        ("tensors.2.parts", [], "do not add up"),
-        ("tensors.1.parts.0.rows", 0, "the parts of 'scale' do not add up"),
-        ("tensors.2.parts.0.rows", 3, "the parts of 'none' do not add up"),
+        ("tensors.0.parts.0.pieces.0.2", 95, f"the parts of {GATE_UP!r} do not add up: the pieces do not fill it"),
+        ("tensors.0.parts.0.pieces.0.0", 1, f"the parts of {GATE_UP!r} do not add up: [1, 0, 96, 1, 1] lies outside"),
+        ("tensors.0.parts.1.pieces.0.1", 97, f"the parts of {GATE_UP!r} do not add up: [0, 97, 96, 1, 1] lies outside"),
+        ("tensors.0.parts.0.pieces", [], f"the parts of {GATE_UP!r} do not add up"),
+        ("tensors.0.parts.0.shape", [8, 11], f"the parts of {GATE_UP!r} do not add up"),
+        ("tensors.0.parts.0.shape", [13, 8], f"the parts of {GATE_UP!r} do not add up"),
+        ("tensors.0.shape", [23, 8], f"the parts of {GATE_UP!r} do not add up"),
+        ("tensors.0.shape", [-24, -8], f"the parts of {GATE_UP!r} do not add up: a shape is negative"),
+        ("tensors.0.parts.0.shape", [-12, -8], f"the parts of {GATE_UP!r} do not add up: a shape is negative"),
+        (
+            "tensors.0.parts.0.origins.0.shape",
+            [-12, -8],
+            f"the parts of {GATE_UP!r} do not add up: a shape is negative",
+        ),
+        ("tensors.0.parts", [], f"the parts of {GATE_UP!r} do not add up"),
+        ("tensors.2.parts", [], "the parts of 'none' do not add up"),
+        ("tensors.1.parts.0.pieces.0", [0, 0, 0, 0, 0], "the parts of 'scale' do not add up"),
+        ("tensors.2.parts.0.pieces.0", [0, 0, 3, 1, 1], "the parts of 'none' do not add up"),
+        ("tensors.0.parts.0.origins", [], f"the parts of {GATE_UP!r} do not add up"),
+        ("tensors.0.parts.0.origins.0.pieces.0.2", 95, f"the parts of {GATE_UP!r} do not add up"),
+        ("tensors.0.parts.0.origins.0.shape", [11, 8], f"the parts of {GATE_UP!r} do not add up"),
+        ("tensors.0.parts.0.origins.0.shape", [13, 8], f"96 elements of {GATE!r} are used, of 104"),
         ("tensors.0.patch", 1, "names patch 1"),
         ("tensors.0.patch", -1, "names patch -1"),
         ("patches.0.kind", "import", "is malformed"),
@@ -289,21 +315,39 @@ def test_contents_that_contradict_each_other(tmp_path: Path, path: str, value: o
     expect_refused(tmp_path, what)
 
 
-@pytest.mark.parametrize("axis", [2, -1, -3, 10**20])
-def test_an_axis_that_the_shape_does_not_have(tmp_path: Path, axis: int) -> None:
+@pytest.mark.parametrize(
+    "piece",
+    [
+        [],
+        [0],
+        [0, 0, 96],
+        [0, 0, 96, 1],
+        [0, 0, 96, 1, -1],
+        [0, 0, -96, 1, 1],
+        [-1, 0, 96, 1, 1],
+        [0, -1, 96, 1, 1],
+        [0, 0, 12, 8, 8, 8, 1, 1],  # two dims that are one
+        [0, 0, 8, 1, 1, 12, 8, 8],  # the smaller stride first
+        [0, 0, 96, 1, 1, 1, 7, 7],  # a dim of a single step
+        [0, 0, 96, 10**20, 1],
+        [0, 0, 96, 1, 10**20],
+    ],
+)
+def test_numbers_that_are_no_piece(tmp_path: Path, piece: list[int]) -> None:
     value = body()
-    value["tensors"][0]["axis"] = axis
+    value["tensors"][0]["parts"][0]["pieces"][0] = piece
     write(tmp_path, value)
-    expect_refused(tmp_path, "model.layers.0.mlp.gate_up_proj.weight")
+    expect_refused(tmp_path, f"the parts of {GATE_UP!r} do not add up")
 
 
-@pytest.mark.parametrize("rows", [[-12, 36], [25, -1]])
-def test_parts_with_negative_rows(tmp_path: Path, rows: list[int]) -> None:
+def test_pieces_of_another_order_are_read(tmp_path: Path) -> None:
+    """Gate and up row by row in turn: valid data, though no layout of ours."""
     value = body()
-    for part, number in zip(value["tensors"][0]["parts"], rows, strict=True):
-        part["rows"] = number
+    for number, each in enumerate(value["tensors"][0]["parts"]):
+        each["pieces"] = [[0, 8 * number, 12, 8, 16, 8, 1, 1]]
     write(tmp_path, value)
-    expect_refused(tmp_path, "model.layers.0.mlp.gate_up_proj.weight")
+    made = load_manifest(tmp_path).tensors[0].arrangement()
+    assert [run[:3] for run in runs_of(made.pieces)][:3] == [(0, 0, 8), (8, 0, 8), (16, 8, 8)]
 
 
 def test_a_target_that_stands_twice(tmp_path: Path) -> None:
@@ -315,6 +359,47 @@ def test_a_target_that_stands_twice(tmp_path: Path) -> None:
 
 def test_a_source_that_is_used_twice(tmp_path: Path) -> None:
     value = body()
-    value["tensors"][0]["parts"][1] = value["tensors"][0]["parts"][0]
+    twice = value["tensors"][0]["parts"][0]
+    value["tensors"][0]["parts"][1] = {**twice, "pieces": [[0, 96, 96, 1, 1]]}
     write(tmp_path, value)
-    expect_refused(tmp_path, GATE, "twice")
+    expect_refused(tmp_path, GATE, "192 elements", "of 96")
+
+
+def test_a_source_whose_elements_are_not_all_used(tmp_path: Path) -> None:
+    value = body()
+    value["tensors"][0]["parts"][0]["pieces"] = [[0, 0, 48, 1, 1]]
+    value["tensors"][0]["shape"] = [18, 8]
+    value["tensors"][0]["parts"][1]["pieces"] = [[0, 48, 96, 1, 1]]
+    write(tmp_path, value)
+    expect_refused(tmp_path, GATE, "48 elements", "of 96")
+
+
+def test_a_tensor_of_a_file_that_two_parts_are_made_of(tmp_path: Path) -> None:
+    value = body()
+    origin = value["tensors"][0]["parts"][0]["origins"][0]
+    value["tensors"][0]["parts"][1]["origins"] = [origin]
+    write(tmp_path, value)
+    expect_refused(tmp_path, GATE, "192 elements", "of 96")
+
+
+def test_a_part_in_several_targets_has_the_same_origins_in_all_of_them(tmp_path: Path) -> None:
+    value = body()
+    gate = value["tensors"][0]["parts"][0]
+    for number, target in enumerate("ab"):
+        half = {**gate, "pieces": [[48 * number, 0, 48, 1, 1]]}
+        value["tensors"].append({**value["tensors"][0], "target": target, "shape": [6, 8], "parts": [half]})
+    value["tensors"][0] = {**value["tensors"][0], "shape": [12, 8], "parts": value["tensors"][0]["parts"][1:]}
+    value["tensors"][0]["parts"][0]["pieces"] = [[0, 0, 96, 1, 1]]
+    write(tmp_path, value)
+    assert [each.target for each in load_manifest(tmp_path).tensors] == [GATE_UP, "scale", "none", "a", "b"]
+    value["tensors"][4]["parts"][0]["origins"] = [{**gate["origins"][0], "pieces": [[90, 0, 96, 1, 1]]}]
+    write(tmp_path, value)
+    expect_refused(tmp_path, f"{GATE!r} has other origins elsewhere")
+
+
+def test_a_tensor_of_a_file_that_has_two_shapes(tmp_path: Path) -> None:
+    value = body()
+    origin = value["tensors"][0]["parts"][0]["origins"][0]
+    value["tensors"][0]["parts"][1]["origins"] = [{**origin, "shape": [96]}]
+    write(tmp_path, value)
+    expect_refused(tmp_path, f"{GATE!r} has two shapes")

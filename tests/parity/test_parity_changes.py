@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from kconvert.cli import main
 from kconvert.errors import VerificationError
@@ -27,6 +29,19 @@ def test_rounding_that_a_recipe_asks_for_is_no_fault(tmp_path: Path, llama_dir: 
     output = convert(recipe, llama_dir, tmp_path / "converted").output
     report = verify(output, source=llama_dir, levels=("modules", "logits"))
     assert report.failures == ()
+
+
+def test_rounding_that_a_recipe_asks_for_is_that_of_the_stored_values(tmp_path: Path, llama_dir: Path) -> None:
+    """Stored in float32, a bfloat16 model: by way of float16 some values are others than straight to bfloat16."""
+    source = shutil.copytree(llama_dir, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (source / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}), encoding="utf-8")
+    recipe = write_recipe(tmp_path / "r.yaml", MLP.format(dtype="float16"), model_type="llama")
+    output = convert(recipe, source, tmp_path / "converted").output
+    name = "model.layers.0.mlp.gate_proj.weight"
+    stored = load_file(source / "model.safetensors")[name]
+    assert not torch.equal(stored.bfloat16(), stored.half().bfloat16())
+    assert verify(output, source=source, levels=("modules", "logits")).failures == ()
 
 
 def test_rounding_does_not_hide_another_weight(tmp_path: Path, llama_dir: Path) -> None:

@@ -12,9 +12,9 @@ from kconvert.checkpoint import open_checkpoint
 from kconvert.convert.resolve import resolve_recipe
 from kconvert.errors import CheckpointError, RecipeError
 from kconvert.names import SINGLE_NAME
-from kconvert.plan import Plan, build_plan, explain_plan
+from kconvert.plan import ModuleTensor, Plan, Step, build_plan, explain_plan
 from kconvert.recipe import parse_recipe
-from kconvert.transforms import BoundRule, Op
+from kconvert.transforms import BoundRule, runs_of, whole
 from tests.support import RawTensor, qwen3_config, qwen3_tensors, write_checkpoint
 
 HEAD = "recipe: 1\nname: test\nmodel_type: [qwen3]\npatches:\n"
@@ -31,6 +31,13 @@ def plan(directory: Path, recipe: str = MLP) -> Plan:
     return build_plan(open_checkpoint(directory), resolve_recipe(parse_recipe(recipe, "r.yaml")).entries)
 
 
+def read_step(step: Step, content: bytes) -> bytes:
+    """The bytes of a float32 step, by its runs of a file."""
+    offsets = {origin.name: origin.offset for origin in step.origins}
+    runs = [(offsets[run.source] + 4 * run.source_start, 4 * run.size) for run in runs_of(step.stored.pieces)]
+    return b"".join(content[start : start + size] for start, size in runs)
+
+
 def expect_refused(directory: Path, recipe: str = MLP) -> str:
     with pytest.raises(CheckpointError) as caught:
         plan(directory, recipe)
@@ -42,13 +49,16 @@ def test_a_step_says_where_its_bytes_lie(tmp_path: Path) -> None:
     tensors = qwen3_tensors()
     write_checkpoint(tmp_path, tensors, qwen3_config())
     step = plan(tmp_path).by_target()[PACKED]
-    assert (step.op, step.axis, step.entry, step.dtype, step.shape) == ("concatenate", 0, 0, "F32", (24, 8))
-    assert [(part.source, part.file, part.rows) for part in step.parts] == [
-        (GATE, "model.safetensors", 12),
-        (UP, "model.safetensors", 12),
+    assert (step.op, step.entry, step.dtype, step.shape) == ("concatenate(0)", 0, "F32", (24, 8))
+    assert [(part.source, part.shape, part.stored) for part in step.parts] == [
+        (name, (12, 8), whole(name, (12, 8))) for name in (GATE, UP)
+    ]
+    assert [(origin.name, origin.file, origin.shape) for origin in step.origins] == [
+        (GATE, "model.safetensors", (12, 8)),
+        (UP, "model.safetensors", (12, 8)),
     ]
     content = (tmp_path / "model.safetensors").read_bytes()
-    found = b"".join(content[part.offset : part.offset + part.size_bytes] for part in step.parts)
+    found = read_step(step, content)
     assert found == torch.cat([tensors[GATE], tensors[UP]]).numpy().tobytes()
 
 
@@ -62,7 +72,7 @@ def test_sums_and_explanation(tmp_path: Path) -> None:
     assert told["files"] == [
         {"name": SINGLE_NAME, "tensors": len(made.steps), "bytes": made.bytes_copied + made.bytes_transformed}
     ]
-    assert [item["target"] for item in told["tensors"] if item["op"] == "concatenate"] == [
+    assert [item["target"] for item in told["tensors"] if item["op"] == "concatenate(0)"] == [
         "model.layers.0.mlp.gate_up_proj.weight",
         PACKED,
     ]
@@ -106,28 +116,58 @@ def test_a_target_that_is_there_already(tmp_path: Path) -> None:
     assert f"no place for {PACKED!r}" in expect_refused(tmp_path)
 
 
-def test_a_target_over_a_tensor_of_another_module(tmp_path: Path) -> None:
+def test_a_target_over_a_tensor_that_passes_through(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, qwen3_tensors(), qwen3_config())
-    checkpoint = open_checkpoint(tmp_path)
-    (entry,) = resolve_recipe(parse_recipe(NORM, "r.yaml")).entries
-    rule = BoundRule(Op.RENAME, ("model.norm.weight",), "lm_head.weight")
+    (entry,) = resolve_recipe(parse_recipe(QKV.replace("layers.*", "layers.1"), "r.yaml")).entries
+    query, output = (f"{ATTENTION}.{name}_proj.weight" for name in "qo")
+    bound = replace(entry, bind=lambda paths, names: (BoundRule.renamed(query, output),))
     with pytest.raises(CheckpointError) as caught:
-        build_plan(checkpoint, [replace(entry, bind=lambda paths, names: (rule,))])
-    assert "'lm_head.weight' would be written twice, from 'model.norm.weight' and 'lm_head.weight'" in str(caught.value)
+        build_plan(open_checkpoint(tmp_path), [bound])
+    assert f"{output!r} would be written twice, from {query!r} and {output!r}" in str(caught.value)
 
 
-def test_an_axis_that_cannot_be_written_yet(tmp_path: Path) -> None:
+def test_a_target_of_another_module(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, qwen3_tensors(), qwen3_config())
-    (entry,) = resolve_recipe(parse_recipe(MLP, "r.yaml")).entries
-    rule = BoundRule(Op.CONCATENATE, (GATE, UP), PACKED, 1)
-    with pytest.raises(CheckpointError, match="joins along axis 1; only axis 0 can be written so far"):
+    (entry,) = resolve_recipe(parse_recipe(NORM, "r.yaml")).entries
+    rule = BoundRule.renamed("model.norm.weight", "lm_head.weight")
+    with pytest.raises(RecipeError) as caught:
         build_plan(open_checkpoint(tmp_path), [replace(entry, bind=lambda paths, names: (rule,))])
+    assert caught.value.where == "r.yaml:5"
+    assert "'lm_head.weight', outside the module 'model.norm'" in str(caught.value)
+
+
+def joined(directory: Path, rule: BoundRule) -> Step:
+    """The step that `rule` becomes as the layout of layer 1's MLP."""
+    recipe = MLP.replace("model.layers.*.mlp", "model.layers.1.mlp")
+    (entry,) = resolve_recipe(parse_recipe(recipe, "r.yaml")).entries
+    made = build_plan(open_checkpoint(directory), [replace(entry, bind=lambda paths, names: (rule,))])
+    return made.by_target()[rule.target]
+
+
+def test_columns_are_joined_row_by_row(tmp_path: Path) -> None:
+    tensors = qwen3_tensors()
+    write_checkpoint(tmp_path, tensors, qwen3_config())
+    step = joined(tmp_path, BoundRule.joined((GATE, UP), PACKED, 1))
+    assert (step.op, step.shape, step.is_transformed) == ("concatenate(1)", (12, 16), True)
+    found = read_step(step, (tmp_path / "model.safetensors").read_bytes())
+    assert found == torch.cat([tensors[GATE], tensors[UP]], dim=1).numpy().tobytes()
+
+
+def test_values_of_half_a_byte_are_not_cut(tmp_path: Path) -> None:
+    """Two tensors F4 [2, 3]: 3 bytes each, whose rows end inside of a byte."""
+    half = {name: RawTensor("F4", (2, 3), b"\x01\x02\x03") for name in (GATE, UP)}
+    write_checkpoint(tmp_path, half, qwen3_config())
+    step = joined(tmp_path, BoundRule.joined((GATE, UP), PACKED))
+    assert (step.shape, step.size_bytes) == ((4, 3), 6)
+    with pytest.raises(CheckpointError, match="is F4, and its parts begin inside of a byte"):
+        joined(tmp_path, BoundRule.joined((GATE, UP), PACKED, 1))
 
 
 def test_two_file_names_of_one_module_name(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {"a": torch.zeros(1), "model.a": torch.zeros(1)}, qwen3_config())
+    tensors = [ModuleTensor("model.a", whole(name, (1,))) for name in ("a", "model.a")]
     with pytest.raises(CheckpointError, match=r"tensors 'a' and 'model\.a' are both 'model\.a' in the model"):
-        build_plan(open_checkpoint(tmp_path), (), module_names={"a": "model.a", "model.a": "model.a"})
+        build_plan(open_checkpoint(tmp_path), (), tensors=tensors)
 
 
 def test_a_scale_beside_its_weight_stops_the_group(tmp_path: Path) -> None:
@@ -155,7 +195,7 @@ def test_a_group_goes_where_its_first_part_lies(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, qwen3_tensors(), qwen3_config(), shards)
     made = plan(tmp_path)
     assert [shard.name for shard in made.shards] == [SINGLE_NAME]  # the second source shard is left empty
-    assert [part.file for part in made.by_target()[PACKED].parts] == [
+    assert [origin.file for origin in made.by_target()[PACKED].origins] == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
     ]
@@ -193,7 +233,7 @@ def test_wide_items_come_first_so_that_every_tensor_is_aligned(tmp_path: Path) -
 
 def test_layers_come_in_number_order(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, qwen3_tensors(12), qwen3_config(12))
-    packed = [step.target for step in plan(tmp_path).steps if step.op == "concatenate"]
+    packed = [step.target for step in plan(tmp_path).steps if step.op == "concatenate(0)"]
     assert packed == [f"model.layers.{n}.mlp.gate_up_proj.weight" for n in range(12)]
 
 
@@ -245,14 +285,14 @@ def test_q_k_and_v_are_joined_and_the_rest_of_the_module_is_not_touched(tmp_path
     write_checkpoint(tmp_path, tensors, qwen3_config())
     steps = plan(tmp_path, recipe).by_target()
     step = steps[f"{ATTENTION}.qkv_proj.weight"]
-    assert (step.op, step.axis, step.shape) == ("concatenate", 0, (32, 8))
-    assert [(part.source, part.rows) for part in step.parts] == [
+    assert (step.op, step.shape) == ("concatenate(0)", (32, 8))
+    assert [(part.source, part.shape[0]) for part in step.parts] == [
         (f"{ATTENTION}.q_proj.weight", 16),
         (f"{ATTENTION}.k_proj.weight", 8),
         (f"{ATTENTION}.v_proj.weight", 8),
     ]
     content = (tmp_path / "model.safetensors").read_bytes()
-    found = b"".join(content[part.offset : part.offset + part.size_bytes] for part in step.parts)
+    found = read_step(step, content)
     assert found == torch.cat([tensors[f"{ATTENTION}.{name}_proj.weight"] for name in "qkv"]).numpy().tobytes()
     for name in ("o_proj", "q_norm", "k_norm"):
         other = steps[f"{ATTENTION}.{name}.weight"]

@@ -98,7 +98,7 @@ def test_another_class() -> None:
     error = expect_refused(entry(1, ("Norm", "model.layers.*.mlp")))
     assert error.where == "r.yaml:16"
     assert error.what == "'model.layers.0.mlp' is a MLP, the recipe names Norm"
-    assert error.fix == "write class: MLP, or narrow the path"
+    assert error.fix == "write class: MLP, narrow the path, or pass such modules over with optional: true"
 
 
 def test_a_fused_sibling_that_is_missing() -> None:

@@ -17,7 +17,7 @@ from kconvert.checkpoint import open_checkpoint
 from kconvert.convert.resolve import resolve_recipe
 from kconvert.plan import Plan, build_plan
 from kconvert.recipe import parse_recipe
-from kconvert.transforms import Op
+from kconvert.transforms import whole
 from tests.support import LAYER_SHAPES, convert, qwen3_config, read_raw, write_checkpoint, write_recipe
 
 FUSE = """\
@@ -76,7 +76,7 @@ def plan(directory: Path, patches: str) -> Plan:
 def described(made: Plan) -> list[Any]:
     """A plan without files and offsets."""
     return [
-        (step.target, step.dtype, step.shape, step.op, step.entry, [(part.source, part.rows) for part in step.parts])
+        (step.target, step.dtype, step.shape, step.op, step.entry, step.parts, step.made, step.stored)
         for step in made.steps
     ]
 
@@ -86,17 +86,22 @@ def described(made: Plan) -> list[Any]:
 def test_every_source_is_used_exactly_once(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
         made = plan(write_checkpoint(Path(folder), case.tensors, qwen3_config(), case.shards), case.patches)
-    used = Counter(part.file_name for step in made.steps for part in step.parts)
-    assert used == Counter(dict.fromkeys(case.tensors, 1))
-    assert [part.source for step in made.steps for part in step.parts if part.source != part.file_name] == []
+    for used in (
+        Counter(origin.name for step in made.steps for origin in step.origins),
+        Counter(part.source for step in made.steps for part in step.parts),
+    ):
+        assert used == Counter(dict.fromkeys(case.tensors, 1))
+    for step in made.steps:
+        for part in step.parts:
+            assert part.stored == whole(part.source, tuple(case.tensors[part.source].shape))
     written = Counter(step.target for shard in made.shards for step in shard.steps)
     assert written == Counter(dict.fromkeys((step.target for step in made.steps), 1))
     assert sum(step.size_bytes for step in made.steps) == sum(
         tensor.numel() * tensor.element_size() for tensor in case.tensors.values()
     )
     for step in made.steps:
-        assert len(step.parts) == (2 if step.op == Op.CONCATENATE else 1)
-        assert sum(part.rows for part in step.parts) == (step.shape[0] if step.shape else 1)
+        assert len(step.parts) == (2 if step.op == "concatenate(0)" else 1)
+        assert sum(part.shape[0] if part.shape else 1 for part in step.parts) == (step.shape[0] if step.shape else 1)
 
 
 @settings(max_examples=40, deadline=None)
@@ -107,10 +112,10 @@ def test_the_plan_does_not_depend_on_shards_or_their_order(case: Case) -> None:
         first = write_checkpoint(Path(folder) / "first", case.tensors, qwen3_config(), case.shards)
         turned = [tuple(reversed(shard)) for shard in reversed(case.shards)]
         second = write_checkpoint(Path(folder) / "second", case.tensors, qwen3_config(), turned)
-        whole, *others = (plan(path, case.patches) for path in (single, first, second))
+        alone, *others = (plan(path, case.patches) for path in (single, first, second))
     for other in others:
-        assert described(other) == described(whole)
-        assert (other.claims, other.traces) == (whole.claims, whole.traces)
+        assert described(other) == described(alone)
+        assert (other.claims, other.traces) == (alone.claims, alone.traces)
 
 
 @settings(max_examples=20, deadline=None)

@@ -274,7 +274,9 @@ def test_unknown_keys_get_near_misses_and_the_list() -> None:
     error = entry_fault(
         "  - kernals: a\n" + REPLACE, 1, "unknown key 'kernals' in a patch entry", "did you mean 'kernel'? "
     )
-    assert "known keys: kernel, replace, fuse, version, revision, dtype, trust_remote_code" in (error.fix or "")
+    assert "known keys: kernel, replace, fuse, version, revision, dtype, optional, trust_remote_code" in (
+        error.fix or ""
+    )
     assert "more problem" not in str(error), "the missing `kernel` follows from the misspelling"
     later = "  - replace: {class: C, path: a}\n    KERNEL: a\n"
     entry_fault(later, 2, "unknown key 'KERNEL'", "did you mean 'kernel'?")
@@ -286,10 +288,30 @@ def test_unknown_keys_get_near_misses_and_the_list() -> None:
 def test_internal_fields_are_no_keys() -> None:
     for key in ("line", "where", "_line", "kernels", "targets"):
         entry_fault(f"  - kernel: a\n    {key}: 3\n" + REPLACE, 2, f"unknown key '{key}'")
-    for key in ("text", "bake"):
+    for key in ("text", "where"):
         fault(f"{key}: x\n" + HEAD + "  - kernel: a\n" + REPLACE, 1, f"unknown key '{key}' in the recipe")
     fault("path: x\n" + HEAD + "  - kernel: a\n" + REPLACE, 1, "key 'path' belongs to a target")
     entry_fault("  - kernel: a\n    replace: {class_name: C, path: a}\n", 2, "unknown key 'class_name' in a target")
+
+
+def test_bake() -> None:
+    patch = "  - kernel: a\n" + REPLACE
+    assert (read(HEAD + patch).bake, read("bake: true\n" + HEAD + patch).bake) == (False, True)
+    alone = read("bake: true\n" + HEAD.replace("patches:\n", "patches: []\n"))
+    assert (alone.bake, alone.patches) == (True, ())
+    for text in ("", "bake: false\n"):
+        lines = text.count("\n")
+        fault(
+            text + HEAD.replace("patches:\n", "patches: []\n"), 4 + lines, "'patches' is an empty list", "or bake: true"
+        )
+    fault("bake: 1\n" + HEAD + patch, 1, "'bake' must be true or false, not the number 1")
+    entry_fault("  - kernel: a\n    bake: true\n" + REPLACE, 2, "'bake' belongs to the recipe")
+
+
+def test_optional() -> None:
+    assert entry("  - kernel: a\n" + REPLACE).optional is False
+    assert entry("  - kernel: a\n    optional: true\n" + REPLACE).optional is True
+    entry_fault('  - kernel: a\n    optional: "yes"\n' + REPLACE, 2, "'optional' must be true or false")
 
 
 def test_keys_at_the_wrong_level() -> None:

@@ -165,7 +165,7 @@ def test_touching_extents_are_one_task(tmp_path: Path) -> None:
     extents = [Extent(source.path, 100 + 10 * number, 10) for number in range(50)]
     extents.insert(7, Extent(tmp_path / "s", 0, 0))
     pieces = list(tasks.cut(extents, {source.path: source}, target, 8))
-    assert [(piece.source_offset, piece.target_offset, piece.size_bytes) for piece in pieces] == [(100, 8, 500)]
+    assert pieces == [copying.Piece(source, 100, target, 8, 500)]
 
 
 def test_workers_share_the_last_file(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 
 from kconvert.errors import CheckpointError, KconvertError, LoadError, ManifestError, TrustError
-from kconvert.manifest import Manifest, PatchRecord, TensorRecord
+from kconvert.manifest import Manifest, PartRecord, PatchRecord, TensorRecord
 from kconvert.runtime import load_converted
 from kconvert.runtime.checks import check_loaded
+from kconvert.transforms import whole
 from tests.runtime.pairs import IDS, Pair, edit_config, edit_manifest, logits
 from tests.support import check_refused, convert, tiny_config, write_recipe
 
@@ -77,7 +78,8 @@ def test_a_tensor_too_many_in_file_and_manifest(mine: Pair) -> None:
 
     def add(old: Manifest) -> Manifest:
         record = next(item for item in old.tensors if item.target == O_PROJ)
-        part = replace(record.parts[0], source="model.extra", file_name="model.extra", rows=1)
+        origin = replace(record.origins[0], file_name="model.extra", shape=(1,), pieces=((0, 0),))
+        part = PartRecord("model.extra", (1,), ((0, 0),), (origin,))
         return replace(old, tensors=(*old.tensors, replace(record, target="model.extra", shape=(1,), parts=(part,))))
 
     edit_manifest(mine.converted, add)
@@ -180,18 +182,32 @@ def test_an_edited_manifest(mine: Pair) -> None:
         mine.load()
 
 
-def test_up_before_gate(mine: Pair) -> None:
+@pytest.mark.parametrize("listed", [False, True])
+def test_up_before_gate(mine: Pair, listed: bool) -> None:
     """A3: the order of the parts is that of the layout, whatever the manifest says."""
-    edit_tensor(mine.converted, GATE_UP, lambda old: replace(old, parts=tuple(reversed(old.parts))))
-    with pytest.raises(ManifestError, match=r"parts of 'model\.layers\.0\.mlp'"):
+
+    def change(old: TensorRecord) -> TensorRecord:
+        return replace(old, parts=tuple(reversed(old.parts))) if listed else swapped(old)
+
+    edit_tensor(mine.converted, GATE_UP, change)
+    with pytest.raises(ManifestError, match=r"parts of 'model\.layers\.0\.mlp\.gate_up_proj\.weight'.* not those of"):
         mine.load()
 
 
-def test_another_axis(mine: Pair) -> None:
-    record = "model.layers.0.mlp.down_proj.weight"
-    edit_tensor(
-        mine.converted, record, lambda old: replace(old, axis=1, parts=(replace(old.parts[0], rows=old.shape[1]),))
-    )
+def swapped(old: TensorRecord) -> TensorRecord:
+    """The two parts of a joined tensor in the places of each other."""
+    one, two = old.parts
+    return replace(old, parts=(replace(one, pieces=two.pieces), replace(two, pieces=one.pieces)))
+
+
+def test_another_order_of_elements(mine: Pair) -> None:
+    """A projection stored column by column is not what the layout takes."""
+
+    def change(old: TensorRecord) -> TensorRecord:
+        rows, columns = old.shape
+        return replace(old, parts=(replace(old.parts[0], pieces=((0, 0, rows, 1, columns, columns, rows, 1),)),))
+
+    edit_tensor(mine.converted, "model.layers.0.mlp.down_proj.weight", change)
     with pytest.raises(ManifestError, match="not those of layout 'gated_mlp'"):
         mine.load()
 
@@ -270,23 +286,36 @@ def test_a_patch_that_lacks_what_it_needs(mine: Pair, values: dict[str, Any]) ->
         mine.load()
 
 
-@pytest.mark.parametrize("rows", [(40, 56), (56, 40), (0, 96), (95, 1)])
+def resized(old: TensorRecord, rows: Sequence[int]) -> TensorRecord:
+    """The parts of a joined tensor with other numbers of rows, all else in order."""
+    columns, start, parts = old.shape[1], 0, []
+    for part, count in zip(old.parts, rows, strict=True):
+        (whole_piece,) = {piece.numbers() for piece in whole(part.source, (count, columns)).pieces}
+        origin = replace(part.origins[0], shape=(count, columns), pieces=(whole_piece,))
+        piece = (0, start * columns, *whole_piece[2:])
+        parts.append(PartRecord(part.source, (count, columns), (piece,), (origin,)))
+        start += count
+    return replace(old, parts=tuple(parts))
+
+
+@pytest.mark.parametrize("rows", [(40, 56), (56, 40), (95, 1)])
 def test_parts_of_other_sizes_that_add_up(mine: Pair, rows: tuple[int, int]) -> None:
     """The packed weight would load, and stock names would be given the wrong rows."""
-
-    def change(old: TensorRecord) -> TensorRecord:
-        assert [part.rows for part in old.parts] == [48, 48]
-        return replace(old, parts=tuple(replace(part, rows=n) for part, n in zip(old.parts, rows, strict=True)))
-
-    edit_tensor(mine.converted, GATE_UP, change)
+    edit_tensor(mine.converted, GATE_UP, lambda old: resized(old, rows))
     with pytest.raises(
-        ManifestError, match=rf"gate_proj\.weight' has 48 rows in the model and {rows[0]} in the manifest"
+        ManifestError, match=rf"gate_proj\.weight' is \[48, 32\] in the model and \[{rows[0]}, 32\] in the manifest"
     ):
         mine.load()
 
 
+def test_a_part_of_no_rows(mine: Pair) -> None:
+    edit_tensor(mine.converted, GATE_UP, lambda old: resized(old, (0, 96)))
+    with pytest.raises(ManifestError, match=r"gate_proj\.weight' is \[48, 32\] in the model and \[0, 32\]"):
+        mine.load()
+
+
 def test_parts_that_do_not_add_up(mine: Pair) -> None:
-    edit_tensor(mine.converted, GATE_UP, lambda old: replace(old, parts=(old.parts[0], replace(old.parts[1], rows=47))))
+    edit_tensor(mine.converted, GATE_UP, lambda old: resized(old, (48, 47)))
     with pytest.raises(ManifestError, match="do not add up"):
         mine.load()
 

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kconvert.errors import CheckpointError, RecipeError
 from kconvert.kernels.specs import layout_specs
-from kconvert.transforms import BoundRule, MappingRule, Op, bind_mapping, bind_spec
+from kconvert.transforms import BoundRule, Collected, Concatenate, MappingRule, bind_mapping, bind_spec
 
 SPEC = layout_specs()["gated_mlp"]
 FUSED = layout_specs()["norm_gated_mlp"]
 MLP = "model.layers.1.mlp"
 WEIGHTS = [f"{MLP}.{name}_proj.weight" for name in ("down", "gate", "up")]
 JOIN = MappingRule(
-    Op.CONCATENATE,
     r"(?P<g0>gate_proj.weight)|(?P<g1>up_proj.weight)",
     ("gate_proj.weight", "up_proj.weight"),
-    "both.weight",
+    ("both.weight",),
+    (Concatenate(0),),
 )
 
 
 def renaming(pattern: str, target: str) -> MappingRule:
-    return MappingRule(Op.RENAME, f"(?P<g0>{pattern})", (pattern,), target)
+    return MappingRule(f"(?P<g0>{pattern})", (pattern,), (target,))
+
+
+def joined(gate: str, up: str, target: str = f"{MLP}.both.weight") -> BoundRule:
+    """What `JOIN` becomes with these names."""
+    collected = (Collected("gate_proj.weight", (gate,)), Collected("up_proj.weight", (up,)))
+    return BoundRule(collected, target, (Concatenate(0),), ("both.weight",))
 
 
 # --- built-in layouts -------------------------------------------------------------------------------
@@ -31,8 +39,8 @@ def test_a_replacement() -> None:
     assert bind_spec(
         SPEC, [MLP], [*WEIGHTS, "model.layers.10.mlp.gate_proj.weight", "model.layers.1.mlp_gate.weight"]
     ) == (
-        BoundRule(Op.CONCATENATE, (WEIGHTS[1], WEIGHTS[2]), f"{MLP}.gate_up_proj.weight"),
-        BoundRule(Op.RENAME, (WEIGHTS[0],), WEIGHTS[0]),
+        BoundRule.joined([WEIGHTS[1], WEIGHTS[2]], f"{MLP}.gate_up_proj.weight"),
+        BoundRule.renamed(WEIGHTS[0], WEIGHTS[0]),
     )
 
 
@@ -53,7 +61,7 @@ def test_a_fusion_puts_everything_below_the_first_module() -> None:
 def test_biases_are_optional_one_by_one() -> None:
     biases = [f"{MLP}.gate_proj.bias", f"{MLP}.up_proj.bias"]
     bound = bind_spec(SPEC, [MLP], WEIGHTS + biases)
-    assert BoundRule(Op.CONCATENATE, tuple(biases), f"{MLP}.gate_up_proj.bias") in bound
+    assert BoundRule.joined(biases, f"{MLP}.gate_up_proj.bias") in bound
     assert not any("down_proj.bias" in rule.target for rule in bound)
 
 
@@ -87,21 +95,21 @@ def test_a_tensor_inside_that_the_layout_does_not_take_is_named(stray: str) -> N
 
 def test_a_mapping_joins_by_pattern_and_keeps_the_rest() -> None:
     assert set(bind_mapping([JOIN], [MLP], [*WEIGHTS[::-1], "model.layers.0.mlp.gate_proj.weight"])) == {
-        BoundRule(Op.CONCATENATE, (WEIGHTS[1], WEIGHTS[2]), f"{MLP}.both.weight"),
-        BoundRule(Op.RENAME, (WEIGHTS[0],), WEIGHTS[0]),
+        joined(WEIGHTS[1], WEIGHTS[2]),
+        BoundRule.renamed(WEIGHTS[0], WEIGHTS[0]),
     }
 
 
 def test_renamings_apply_in_turn_and_then_one_converter() -> None:
     rules = [renaming("w1", "gate"), renaming("gate", "gate_proj"), renaming("w3", "up_proj"), JOIN]
     bound = bind_mapping(rules, [MLP], [f"{MLP}.w3.weight", f"{MLP}.w1.weight"])
-    assert bound == (BoundRule(Op.CONCATENATE, (f"{MLP}.w1.weight", f"{MLP}.w3.weight"), f"{MLP}.both.weight"),)
+    assert bound == (joined(f"{MLP}.w1.weight", f"{MLP}.w3.weight"),)
 
 
 def test_a_group_of_a_pattern_goes_into_the_target() -> None:
-    rule = MappingRule(Op.RENAME, r"(?P<g0>expert_(\d+))", (r"expert_(\d+)",), r"experts.\1")
+    rule = renaming(r"expert_(\d+)", r"experts.\1")
     (bound,) = bind_mapping([rule], [MLP], [f"{MLP}.expert_12.weight"])
-    assert bound == BoundRule(Op.RENAME, (f"{MLP}.expert_12.weight",), f"{MLP}.experts.12.weight")
+    assert bound == BoundRule.renamed(f"{MLP}.expert_12.weight", f"{MLP}.experts.12.weight")
 
 
 def test_a_mapping_needs_the_whole_group() -> None:
@@ -128,4 +136,4 @@ def test_two_names_must_not_become_one() -> None:
         bind_mapping([renaming("(?:gate|up)_proj", "x")], [MLP], WEIGHTS)
     assert f"both '{WEIGHTS[1]}' and '{WEIGHTS[2]}' become '{MLP}.x.weight'" in str(caught.value)
     with pytest.raises(RecipeError, match=r"makes 'model\.layers\.1\.mlp\.down_proj\.weight' twice"):
-        bind_mapping([MappingRule(JOIN.op, JOIN.regex, JOIN.sources, "down_proj.weight")], [MLP], WEIGHTS)
+        bind_mapping([replace(JOIN, targets=("down_proj.weight",))], [MLP], WEIGHTS)

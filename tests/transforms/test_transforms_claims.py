@@ -9,7 +9,6 @@ from kconvert.transforms import (
     BoundRule,
     KernelEntry,
     LayoutSpec,
-    Op,
     Rule,
     bind_spec,
     claims_overlap,
@@ -93,11 +92,7 @@ def test_the_order_is_q_k_v_and_only_they_are_taken() -> None:
     others = [f"{ATTENTION}.q_norm.weight", f"{ATTENTION}.sinks", "model.layers.10.self_attn.q_proj.weight"]
     bound = bind_spec(QKV, [ATTENTION], names + others)
     assert bound == tuple(
-        BoundRule(
-            Op.CONCATENATE,
-            tuple(f"{ATTENTION}.{name}_proj.{kind}" for name in "qkv"),
-            f"{ATTENTION}.qkv_proj.{kind}",
-        )
+        BoundRule.joined([f"{ATTENTION}.{name}_proj.{kind}" for name in "qkv"], f"{ATTENTION}.qkv_proj.{kind}")
         for kind in ("weight", "bias")
     )
     assert QKV.takes == {"q_proj", "k_proj", "v_proj", "qkv_proj"}

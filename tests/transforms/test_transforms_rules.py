@@ -6,6 +6,7 @@ import pytest
 
 from kconvert.kernels.specs import layout_specs
 from kconvert.transforms import (
+    BoundRule,
     KernelEntry,
     LayoutSpec,
     MemberTensor,
@@ -15,12 +16,18 @@ from kconvert.transforms import (
     concatenate,
     nested,
     rename,
-    target_shape,
+    whole,
 )
 
 
 def spec(*rules: Rule, members: tuple[str, ...] = ("mlp",)) -> LayoutSpec:
     return LayoutSpec("test", 1, members, rules, (KernelEntry("cpu_test", "cpu"),), "nowhere:Nothing", "a test")
+
+
+def made_shape(rule: BoundRule, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of the one target, out of sources with these shapes."""
+    inputs = {name: whole(name, shape) for name, shape in zip(rule.sources, shapes, strict=True)}
+    return rule.arrange(inputs)[rule.target].shape
 
 
 def test_a_rename_has_one_source_and_a_concatenation_several() -> None:
@@ -30,6 +37,13 @@ def test_a_rename_has_one_source_and_a_concatenation_several() -> None:
         concatenate(["a"], "x")
     with pytest.raises(ValueError, match="takes a source twice"):
         concatenate(["a", "a"], "x")
+
+
+def test_a_rule_of_a_layout_is_a_rename_or_a_concatenation() -> None:
+    with pytest.raises(ValueError, match="no rule of a layout is a stack"):
+        Rule(Op.STACK, (MemberTensor(0, "a"), MemberTensor(0, "b")), "x")
+    with pytest.raises(ValueError, match=r"'x' from \('a', 'b'\) without an operation"):
+        BoundRule(BoundRule.joined(["a", "b"], "x").collected, "x")
 
 
 def test_a_layout_makes_each_tensor_once_and_names_its_own_members() -> None:
@@ -75,7 +89,8 @@ def test_nested_moves_targets_and_members_and_nothing_else() -> None:
     ],
 )
 def test_shape_of_a_concatenation(axis: int, shapes: list[tuple[int, ...]], expected: tuple[int, ...]) -> None:
-    assert target_shape(Op.CONCATENATE, axis, shapes) == expected
+    names = [f"s{number}" for number in range(len(shapes))]
+    assert made_shape(BoundRule.joined(names, "t", axis), shapes) == expected
 
 
 @pytest.mark.parametrize(
@@ -83,19 +98,19 @@ def test_shape_of_a_concatenation(axis: int, shapes: list[tuple[int, ...]], expe
     [
         (0, [(), ()], "no axis 0"),  # torch.cat refuses 0-dim tensors too
         (1, [(4,), (4,)], "no axis 1"),
-        (-1, [(4,), (4,)], "no axis -1"),
+        (-2, [(4,), (4,)], "no axis -2"),
         (0, [(4, 8), (4, 7)], "differ outside axis 0"),
         (0, [(4, 8), (4, 8, 1)], "differ outside axis 0"),
     ],
 )
 def test_shapes_that_do_not_join(axis: int, shapes: list[tuple[int, ...]], what: str) -> None:
     with pytest.raises(ShapeError, match=what):
-        target_shape(Op.CONCATENATE, axis, shapes)
+        made_shape(BoundRule.joined(["a", "b"], "t", axis), shapes)
 
 
 def test_a_rename_keeps_any_shape() -> None:
-    assert target_shape(Op.RENAME, 0, [()]) == ()
-    assert target_shape(Op.RENAME, 0, [(0, 3)]) == (0, 3)
+    assert made_shape(BoundRule.renamed("a", "b"), [()]) == ()
+    assert made_shape(BoundRule.renamed("a", "b"), [(0, 3)]) == (0, 3)
 
 
 def test_the_order_of_gate_and_up_is_gate_first_in_every_built_in_layout() -> None:

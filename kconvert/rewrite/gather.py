@@ -1,0 +1,192 @@
+"""Tensors whose elements change places: read in ranges, put in order in memory, and written as runs of the output.
+
+Elements are moved as raw bytes of their size, so no dtype has to be known; a piece of another dtype is converted on
+the way.  The output is made in blocks of at most `BLOCK_BYTES`, each of whole rows where a row fits.  What a block
+takes of a source is read in ranges of that size too, so memory does not grow with the tensor: a range that would
+hold mostly what is not wanted is read in smaller ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from kconvert.errors import CheckpointError
+from kconvert.rewrite.cast import Cast
+from kconvert.transforms import Dim, Piece
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+__all__ = ["BLOCK_BYTES", "Block", "Gather", "GatherPiece", "blocks_of", "fill_block"]
+
+BLOCK_BYTES = 8 << 20
+"""The most of an output, and of a source, that is in memory at a time for one thread."""
+
+_SPARSE = 4
+"""A range of a source is read whole where at least one element in so many is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPiece:
+    """A piece of a tensor whose data begin at byte `offset` of `path`; `cast` where its dtype is not the output's."""
+
+    path: Path
+    offset: int
+    piece: Piece
+    cast: Cast | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """`size` elements of `item_bytes` bytes each, every one of which is in one of the pieces."""
+
+    size: int
+    item_bytes: int
+    pieces: tuple[GatherPiece, ...]
+
+    def __post_init__(self) -> None:
+        for each in self.pieces:
+            if each.offset < 0 or (each.piece.size and each.piece.target_end > self.size):
+                raise CheckpointError(f"bad piece of {each.piece.source!r}", where=str(each.path))
+        if sum(each.piece.size for each in self.pieces) != self.size:
+            raise CheckpointError("the pieces of a tensor do not add up")
+
+    @property
+    def target_bytes(self) -> int:
+        """How many bytes of the output it fills."""
+        return self.size * self.item_bytes
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that are read, each once."""
+        return tuple(dict.fromkeys(each.path for each in self.pieces))
+
+    def source_bytes(self, each: GatherPiece) -> int:
+        """The size of an element of a piece as it is stored."""
+        return self.item_bytes if each.cast is None else each.cast.source_bytes
+
+    def end_of(self, each: GatherPiece) -> int:
+        """One past the last byte of its file that a piece needs."""
+        return each.offset + (each.piece.source_end * self.source_bytes(each) if each.piece.size else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The elements from `start` to `end` of a gather."""
+
+    gather: Gather
+    start: int
+    end: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the output."""
+        return (self.end - self.start) * self.gather.item_bytes
+
+
+def blocks_of(gather: Gather) -> Iterator[Block]:
+    """The gather in blocks, in order; one that can end where the pieces' rows end does."""
+    most = max(BLOCK_BYTES // gather.item_bytes, 1)
+    strides = {dim.target_stride for each in gather.pieces for dim in each.piece.dims}
+    row = max((stride for stride in strides if stride <= most), default=1)
+    step = most // row * row
+    for start in range(0, gather.size, step):
+        yield Block(gather, start, min(start + step, gather.size))
+
+
+ReadRange: TypeAlias = Callable[[Path, int, int], memoryview]
+"""(path, offset, size) to that many bytes."""
+
+
+def fill_block(block: Block, read: ReadRange) -> memoryview:
+    """The bytes of a block.
+
+    Args:
+        block: what to make.
+        read: gives bytes of a source; what it gives may be overwritten by its next call.
+    """
+    import numpy as np
+
+    gather = block.gather
+    kind = "u" if gather.item_bytes in (1, 2, 4, 8) else "V"
+    made = np.empty(block.end - block.start, dtype=f"{kind}{gather.item_bytes}")
+    for each in gather.pieces:
+        for piece in _inside(each.piece, block.start, block.end):
+            for part in _ranges(piece, BLOCK_BYTES // max(gather.item_bytes, gather.source_bytes(each))):
+                _copy(gather, each, part, made, block.start, read)
+    return made.view("u1").data
+
+
+def _copy(gather: Gather, each: GatherPiece, part: Piece, made: Array, start: int, read: ReadRange) -> None:
+    import numpy as np
+
+    item = gather.source_bytes(each)
+    data = read(each.path, each.offset + part.source_start * item, (part.source_end - part.source_start) * item)
+    if each.cast is not None:
+        data = each.cast.convert(data)
+    sizes = [dim.size for dim in part.dims]
+    found = np.frombuffer(data, dtype=made.dtype)
+    source = np.lib.stride_tricks.as_strided(found, sizes, [dim.source_stride * gather.item_bytes for dim in part.dims])
+    place = np.lib.stride_tricks.as_strided(
+        made[part.target_start - start :], sizes, [dim.target_stride * gather.item_bytes for dim in part.dims]
+    )
+    place[...] = source
+
+
+def _steps(piece: Piece, number: int, begin: int, end: int) -> Piece:
+    """The piece with steps `begin` to `end` of dim `number` only."""
+    dim = piece.dims[number]
+    kept = (Dim(end - begin, *dim[1:]),) if end - begin > 1 else ()
+    return replace(
+        piece,
+        source_start=piece.source_start + begin * dim.source_stride,
+        target_start=piece.target_start + begin * dim.target_stride,
+        dims=(*piece.dims[:number], *kept, *piece.dims[number + 1 :]),
+    )
+
+
+def _inside(piece: Piece, start: int, end: int) -> Iterator[Piece]:
+    """The parts of a piece whose targets lie from `start` to `end`."""
+    if not piece.size or piece.target_end <= start or piece.target_start >= end:
+        return
+    if piece.target_start >= start and piece.target_end <= end:
+        yield piece
+        return
+    dim = piece.dims[0]
+    inner = sum((each.size - 1) * each.target_stride for each in piece.dims[1:])
+    first = max((start - piece.target_start - inner) // dim.target_stride, 0)
+    last = min((end - 1 - piece.target_start) // dim.target_stride + 1, dim.size)
+    whole_first = max(-(-(start - piece.target_start) // dim.target_stride), 0)
+    whole_last = min((end - 1 - piece.target_start - inner) // dim.target_stride + 1, last)
+    if whole_first >= whole_last:
+        whole_first = whole_last = last
+    for begin, stop in ((first, whole_first), (whole_last, last)):
+        for step in range(begin, stop):
+            yield from _inside(_steps(piece, 0, step, step + 1), start, end)
+    if whole_first < whole_last:
+        yield _steps(piece, 0, whole_first, whole_last)
+
+
+def _ranges(piece: Piece, most: int) -> Iterator[Piece]:
+    """The parts of a piece whose sources lie in ranges of at most `most` elements, not too sparse."""
+    span = piece.source_end - piece.source_start
+    if not piece.dims or (span <= most and span <= _SPARSE * piece.size):
+        yield piece
+        return
+    number = max(range(len(piece.dims)), key=lambda place: piece.dims[place].source_stride)
+    dim = piece.dims[number]
+    inner = span - (dim.size - 1) * dim.source_stride
+    together = 1
+    if inner <= most and dim.source_stride * dim.size <= _SPARSE * piece.size:
+        together = max((most - inner) // dim.source_stride + 1, 1)
+    for begin in range(0, dim.size, together):
+        part = _steps(piece, number, begin, min(begin + together, dim.size))
+        if together > 1 or not part.dims:
+            yield part
+        else:
+            yield from _ranges(part, most)
