@@ -26,6 +26,7 @@ __all__ = [
     "LAYER_SHAPES",
     "Kind",
     "RawTensor",
+    "bake_recipe",
     "check_refused",
     "convert",
     "indices_of",
@@ -380,6 +381,14 @@ def manifest_bytes(*sidecars: str, written_by: str = "apply") -> bytes:
 def write_recipe(path: Path, patches: str, *, model_type: str = "qwen3", name: str = "test") -> Path:
     """A recipe file; `patches` is the text below `patches:`, which begins on line 5."""
     path.write_text(f"recipe: 1\nname: {name}\nmodel_type: [{model_type}]\npatches:\n{patches}", encoding="utf-8")
+    return path
+
+
+def bake_recipe(folder: Path, model_type: str = "qwen3_moe") -> Path:
+    """A recipe file in `folder` that bakes and patches nothing."""
+    path = folder / f"bake-{model_type}.yaml"
+    text = f"recipe: 1\nname: bake\nmodel_type: [{json.dumps(model_type)}]\nbake: true\npatches: []\n"
+    path.write_text(text, encoding="utf-8")
     return path
 
 

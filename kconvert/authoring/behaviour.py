@@ -1,4 +1,8 @@
-"""What a kernel does beside its result: what it leaves behind, and whether a compiler can trace it."""
+"""What a kernel does beside its result: what it leaves behind, and whether a compiler can trace it.
+
+A forward fails that changes an attribute or tensor of its module, or its input.  Where the kernel says that it can be
+compiled, one fails that is not traced whole or gives something else then; where it does not say so, that is not run.
+"""
 
 from __future__ import annotations
 

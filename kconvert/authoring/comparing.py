@@ -1,4 +1,8 @@
-"""What the checks that run something share: a forward that may fail, and a verdict on a difference."""
+"""What the checks that run something share: a forward that may fail, and a verdict on a difference.
+
+Whatever a kernel raises is a failed check.  Stock modules that do not run, a place that the model does not call, and
+results of zeros or NaN alone prove nothing, and make a check that was not run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What `check_kernel` found: one line per check, with what is wrong and the way out."""
+"""What `check_kernel` found: one line per check, with what is wrong and the way out.
+
+A kernel is refused for failed checks alone, not for warnings or for what was not run.  Of one check on several modules
+the worst result counts.
+"""
 
 from __future__ import annotations
 

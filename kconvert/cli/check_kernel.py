@@ -1,4 +1,8 @@
-"""`kconvert check-kernel`: whether a two-class package can stand in for the modules that it is meant for."""
+"""`kconvert check-kernel`: whether a two-class package can stand in for the modules that it is meant for.
+
+The folder on the command line is the consent to run its code.  All checks are shown, and one that failed makes exit
+code 8; the error is the first of them.  Classes and paths that are not as many as each other are exit code 2.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`kconvert export-kernel-config`: how transformers itself loads a converted directory."""
+"""`kconvert export-kernel-config`: how transformers itself loads a converted directory.
+
+Prints a program, or with `--json` data.  What KernelConfig cannot express is refused with exit code 8, each reason on a
+line of its own; a version or revision of no package is exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from kconvert.cli.options import Json, complete_path
 from kconvert.cli.output import foreign_output_apart, note, print_json, print_text, printable
 from kconvert.cli.progress import Progress
 from kconvert.errors import KconvertError, UsageError
+from kconvert.names import VARIANT
 
 __all__ = ["Converted", "export_kernel_config_command", "refusals_apart"]
 
@@ -71,6 +76,11 @@ def export_kernel_config_command(
     place = PackagePlace(package, version, revision) if package is not None else None
     with Progress("reading the conversion"), foreign_output_apart(), refusals_apart():
         made = kernel_config(converted, place, trust_remote_code=trust_remote_code)
+    if not made.items:
+        note(
+            f"kconvert: no module is patched, so no KernelConfig is needed: {made.model_class}.from_pretrained("
+            f'{str(made.directory)!r}, variant="{VARIANT}") loads it\n'
+        )
     if json:
         print_json(made.to_json())
     else:

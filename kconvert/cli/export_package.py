@@ -1,4 +1,8 @@
-"""`kconvert export-package`: the layouts and kernels of a converted directory as a package for transformers."""
+"""`kconvert export-package`: the layouts and kernels of a converted directory as a package for transformers.
+
+The folder goes to standard output, how to load with it to standard error.  A conversion that has no exported form is
+refused with exit code 8, each reason on a line of its own.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,11 @@ def show_source(value: dict[str, Any]) -> None:
     _show_tensors(value)
     print_text("What could be packed")
     if value["names_unsettled"]:
-        print_folded(f"{value['names_unsettled']}: modules may have other names than shown here", indent=2)
+        print_folded(
+            f"{value['names_unsettled']}: modules may have other names than shown here, and lists of experts are "
+            "stacked in any case",
+            indent=2,
+        )
     for found in value["packable"]:
         _show_packable(found)
     if not value["packable"]:

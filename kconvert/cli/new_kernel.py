@@ -1,4 +1,8 @@
-"""`kconvert new-kernel`: a working kernel package to start from."""
+"""`kconvert new-kernel`: a working kernel package to start from.
+
+The folder goes to standard output, what to do next to standard error.  A name that is no class name (exit code 2) and a
+folder that is not empty (exit code 7) are refused by `kconvert.authoring`.
+"""
 
 from __future__ import annotations
 

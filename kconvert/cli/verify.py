@@ -63,7 +63,8 @@ def verify_command(
             "--level",
             metavar="|".join(LEVELS),
             help="What to compare.  modules: every patched module, on random inputs; logits: the whole model, on "
-            "random tokens.  Only what is named runs; give it twice for both.  [default: modules]",
+            "random tokens.  Only what is named runs; give it twice for both.  [default: modules; logits too where tensors such as "
+            "experts were joined, and the source is given]",
             autocompletion=_complete_level,
         ),
     ] = None,

@@ -57,6 +57,7 @@ def compute(
         error: what is raised where the op does not run, or gives a dtype that no file holds.
         where: the place that it names.
     """
+    _check_dtypes(rule, tensors, checkpoint, error, where)
     (operation,) = rule.operations
     assert isinstance(operation, Computed)
 
@@ -92,6 +93,16 @@ def compute(
 def _meta(tensor: ModuleTensor, checkpoint: Checkpoint) -> torch.Tensor:
     dtype = checkpoint.tensors[tensor.stored.sources[0]].dtype
     return torch.empty(tensor.stored.shape, dtype=_DTYPES[dtype], device="meta")
+
+
+def _check_dtypes(
+    rule: BoundRule, tensors: Mapping[str, ModuleTensor], checkpoint: Checkpoint, error: type[KconvertError], where: str
+) -> None:
+    for tensor in tensors.values():
+        for name in tensor.stored.sources:
+            dtype = checkpoint.tensors[name].dtype
+            if dtype not in _DTYPES:
+                raise error(f"{name!r} is {dtype}, which {rule.label} cannot be run on", where=where)
 
 
 def _read(tensor: ModuleTensor, checkpoint: Checkpoint) -> torch.Tensor:

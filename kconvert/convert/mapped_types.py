@@ -25,7 +25,7 @@ def unsettled_names(model_type: str) -> str | None:
     text = source.read_text(encoding="utf-8")
     if re.search(rf"""["']{re.escape(model_type)}["']""", text) is None:
         return None
-    return f"transformers renames tensors of model type {model_type!r} while loading"
+    return f"transformers renames or joins tensors of model type {model_type!r} while loading"
 
 
 def check_unmapped(model_type: str, model_dir: Path) -> None:

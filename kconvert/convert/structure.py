@@ -221,14 +221,29 @@ def _compare(checkpoint: Checkpoint, packed: Any, plan: Plan) -> tuple[str, ...]
         if not _is_tied_to(steps, name, ties) and not any(pattern.search(name) for pattern in ignored)
     ]
     if missing:
+        first = min(missing)
+        package = _package_entry(plan, first)
+        if package is not None:
+            raise CheckpointError(
+                f"no rule of the package's conversion_mapping makes {first!r}, a parameter of its layout",
+                where=package.where,
+                fix="check the rules' patterns and targets, and the parameters that the layout's __init__ makes",
+            )
         raise CheckpointError(
-            f"the model needs {sorted(missing)[0]!r}, which the checkpoint does not give ({len(missing)} missing)",
+            f"the model needs {first!r}, which the checkpoint does not give ({len(missing)} missing)",
             where=where,
-            fix="the checkpoint is not whole, or config.json is of another model; if a kernel package is used, "
-            "its conversion_mapping has to fill every parameter",
+            fix="the checkpoint is not whole, or config.json is of another model",
         )
     for name in sorted(state.keys() & steps.keys()):
         if tuple(state[name].shape) != steps[name].shape:
+            package = _package_entry(plan, name)
+            if package is not None:
+                raise CheckpointError(
+                    f"the package's conversion_mapping makes {name!r} {list(steps[name].shape)}, "
+                    f"and its layout has {list(state[name].shape)}",
+                    where=package.where,
+                    fix="make the mapping's ops and the layout's __init__ agree",
+                )
             raise CheckpointError(
                 f"{name!r} is {list(steps[name].shape)} in the checkpoint and {list(state[name].shape)} in the model",
                 where=where,
@@ -248,6 +263,15 @@ def _compare(checkpoint: Checkpoint, packed: Any, plan: Plan) -> tuple[str, ...]
             else "a kernel package's conversion_mapping has to lead to its layout's parameters",
         )
     return carried
+
+
+def _package_entry(plan: Plan, name: str) -> Entry | None:
+    """The entry of a kernel package in whose module the tensor `name` of the packed model is."""
+    for claim in plan.claims:
+        entry = plan.entries[claim.entry]
+        if entry.layout.package is not None and name.startswith(f"{claim.paths[0]}."):
+            return entry
+    return None
 
 
 def _is_tied_to(stored: Collection[str], name: str, ties: Mapping[str, str]) -> bool:

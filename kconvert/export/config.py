@@ -179,7 +179,8 @@ def _place(
             )
         return ("", {}), {}
     if not exported:
-        raise UsageError("every kernel of it is in a Hub package", where=str(directory), fix="leave out --package")
+        what = "every kernel of it is in a Hub package" if export.entries else "no module of it is patched"
+        raise UsageError(what, where=str(directory), fix="leave out --package")
     folder = package.folder
     if folder is None:
         if package.revision is not None:

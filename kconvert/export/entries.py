@@ -1,4 +1,8 @@
-"""The entries of a KernelConfig as plain data, and the names in a model that they are about."""
+"""The entries of a KernelConfig as plain data, and the names in a model that they are about.
+
+Says how each is written: the key by class name or by pairs of class and path, and which class transformers registers a
+patch for.  What cannot be an entry is a `Refusal`; whether something is one is decided elsewhere.
+"""
 
 from __future__ import annotations
 

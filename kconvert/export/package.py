@@ -26,7 +26,7 @@ from kconvert.export.routes import plan_routes
 from kconvert.export.stock import Stock, load_stock, patchable_reason, read_names
 from kconvert.kernels.packages import copy_package
 from kconvert.manifest import PackageRecord
-from kconvert.names import KERNELS_DIR
+from kconvert.names import KERNELS_DIR, VARIANT
 
 __all__ = ["Export", "ExportedPackage", "export_package", "is_on_hub", "package_files", "plan_export"]
 
@@ -167,7 +167,9 @@ def export_package(directory: Path, output: Path, *, name: str | None = None, ve
         raise KernelRefusedError(
             "no kernel of it is built into kconvert",
             where=str(directory),
-            fix="`kconvert export-kernel-config` needs no package here",
+            fix="`kconvert export-kernel-config` needs no package here"
+            if export.entries
+            else f'no module is patched: plain from_pretrained(..., variant="{VARIANT}") loads it',
         )
     made = name or f"{export.stock.model_type.replace('_', '-').lower()}-kconvert"
     if _KERNEL_NAME.fullmatch(made) is None:

@@ -29,6 +29,11 @@ class ConvertedModel:
     kconvert_packings: tuple[Packing, ...] = ()
 
     @property
+    def kconvert_file_packings(self) -> tuple[Packing, ...]:
+        """The model's stock tensors, out of those of the files it came from; none where these had the same names."""
+        return ()
+
+    @property
     def kconvert_report(self) -> Report:
         """Which kernel runs in which patched module, and why the others do not."""
         return build_report(cast("nn.Module", self))

@@ -1,7 +1,7 @@
 """Modules of a two-class package in a model: built, patched in, and with a reference of their own.
 
-The reference is the stock forward of the replaced modules, whose parameters are views of the layout's
-tensors.  It needs nothing from the package's author and serves every mapping that has an exact inverse.
+The reference is the stock forward of the replaced modules, whose parameters are those of the layout in stock order:
+views of rows, and copies where a mapping moves elements inside of them.  It needs nothing from the package's author and serves every mapping that has an exact inverse.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class PackageModule:
         owner = cast("nn.Module", self)
         result: Any = None
         for number, member in enumerate(self.kconvert_members.modules):
-            values = {
-                name: rearrange(made, {target: owner.get_parameter(target) for target in made.sources})
+            values = {  # contiguous, as the stock parameters are: on other strides some functions round otherwise, or fail
+                name: rearrange(made, {target: owner.get_parameter(target) for target in made.sources}).contiguous()
                 for (index, name), made in self.kconvert_members.views.items()
                 if index == number
             }

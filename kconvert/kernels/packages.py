@@ -287,6 +287,21 @@ def _import(package: PackageCopy, home: Path, variant: Variant | None) -> Module
     return module
 
 
+def _check_no_other_layout(home: ModuleType, class_name: str, where: str) -> None:
+    """Refuse a layout under another name: without it the kernel would be taken for one that has none.
+
+    Raises:
+        RecipeError: naming the class.
+    """
+    for name, value in vars(home).items():
+        is_other = isinstance(value, type) and value.__module__ == home.__name__ and "conversion_mapping" in vars(value)
+        if is_other and not (name.endswith("Layout") and hasattr(home, name.removesuffix("Layout"))):
+            raise RecipeError(
+                f"{where} has no class {class_name}Layout, but {name}, which has a conversion_mapping",
+                fix=f"call it {class_name}Layout",
+            )
+
+
 def import_package(package: PackageCopy, class_name: str, *, needs_layout: bool = False) -> PackageClasses:
     """Import a trusted copy and find its classes.
 
@@ -307,6 +322,8 @@ def import_package(package: PackageCopy, class_name: str, *, needs_layout: bool 
     where = f"kernel package {package.package_id!r}"
     if not isinstance(kernel, type):
         raise RecipeError(f"{where} has no class {class_name}", fix=f"define class {class_name} in layers.py")
+    if layout is None:
+        _check_no_other_layout(home, class_name, where)
     if layout is None and not needs_layout:
         check_stateless(kernel, where)
     elif not (isinstance(layout, type) and issubclass(layout, nn.Module)):

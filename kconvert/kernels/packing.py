@@ -75,9 +75,10 @@ def packings_of_targets(made: Mapping[str, Arrangement], shapes: Mapping[str, tu
         ValueError: a stock tensor is not whole in the packed ones, or more than once.
     """
     inverse = invert(made, shapes)
-    if inverse is None:
+    if inverse is None or not all(each.pieces for each in made.values()):
         raise ValueError("the packed tensors do not hold each element of their sources once")
     found = []
+    target_place, source_place = ({name: place for place, name in enumerate(names)} for names in (made, inverse))
     left = dict(made)
     while left:
         targets, sources = {next(iter(left))}, set[str]()
@@ -89,17 +90,33 @@ def packings_of_targets(made: Mapping[str, Arrangement], shapes: Mapping[str, tu
             targets = wider
         found.append(
             Packing(
-                {name: left.pop(name) for name in list(left) if name in targets},
-                {name: arrangement for name, arrangement in inverse.items() if name in sources},
+                {name: left.pop(name) for name in sorted(targets, key=target_place.__getitem__)},
+                {name: inverse[name] for name in sorted(sources, key=source_place.__getitem__)},
             )
         )
     return tuple(found)
+
+
+def _check_shapes(made: Mapping[str, Arrangement], tensors: Mapping[str, torch.Tensor], fix: str) -> None:
+    """Refuse tensors of other shapes than they are known to have: their elements would be taken from wrong places.
+
+    Raises:
+        UsageError: naming one.
+    """
+    for name, tensor in tensors.items():
+        if tensor.shape != made[name].shape:
+            raise UsageError(
+                f"size mismatch: {name!r} is {list(tensor.shape)}, the model has {list(made[name].shape)}", fix=fix
+            )
 
 
 def unpack_state(packings: Iterable[Packing], state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """`state` with every packed tensor replaced by its stock tensors.
 
     Parts of a joined tensor are copies: safetensors refuses tensors that share storage.
+
+    Raises:
+        UsageError: a packed tensor has another shape than its stock tensors make.
     """
     unpacked = dict(state)
     for packing in packings:
@@ -109,8 +126,9 @@ def unpack_state(packings: Iterable[Packing], state: Mapping[str, torch.Tensor])
         if packing.is_rename:  # of any size: embeddings may have been resized since
             unpacked[next(iter(packing.sources))] = next(iter(tensors.values()))
             continue
+        _check_shapes(packing.targets, tensors, "change sizes in the stock model, and convert that")
         for name, made in packing.sources.items():
-            unpacked[name] = rearrange(made, tensors).clone()
+            unpacked[name] = rearrange(made, tensors).clone(memory_format=torch.contiguous_format)
     return unpacked
 
 
@@ -148,41 +166,48 @@ def _refuse_adapters(packings: Iterable[Packing], state: Mapping[str, Any], pref
 
 
 def pack_on_load(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
-    """`load_state_dict` pre-hook of a converted model: accept stock names beside packed ones.
+    """`load_state_dict` pre-hook of a converted model: accept stock names, and those of the source's files, beside packed ones.
 
     A group that is only partly there (one shard of a Trainer checkpoint) is copied into its places at once.
 
     Raises:
-        UsageError: the state holds an adapter's weights for a projection that is packed, or another shape.
+        UsageError: the state holds an adapter's weights for a projection that is packed, another shape, or a part of
+            what would have to be stacked and packed.
     """
     packings = cast("tuple[Packing, ...]", module.kconvert_packings)
     _refuse_adapters(packings, state, prefix)
-    for packing in packings:
-        names = {f"{prefix}{name}": made for name, made in packing.sources.items()}
-        present = [name for name in names if name in state]
-        if packing.is_identity or not present or any(f"{prefix}{name}" in state for name in packing.targets):
-            continue
-        for name in present:
-            if state[name].shape != names[name].shape:
-                raise UsageError(
-                    f"size mismatch: {name!r} is {list(state[name].shape)}, the model has {list(names[name].shape)}",
-                    fix="load the state of a model of this config",
-                )
-        tensors = {name.removeprefix(prefix): state.pop(name) for name in present}
-        for target, made in packing.targets.items():
-            if len(present) == len(names):
-                state[f"{prefix}{target}"] = _joined(packing, made, tensors)
-                continue
-            with torch.no_grad():
-                pieces = [piece for piece in made.pieces if piece.source in tensors]
-                copy_pieces(pieces, tensors, module.get_parameter(target))
+    for packing in (*cast("tuple[Packing, ...]", module.kconvert_file_packings), *packings):
+        _pack_group(packing, module, state, prefix)
+
+
+def _pack_group(packing: Packing, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    names = {f"{prefix}{name}": made for name, made in packing.sources.items()}
+    present = [name for name in names if name in state]
+    if packing.is_identity or not present or any(f"{prefix}{name}" in state for name in packing.targets):
+        return
+    if not packing.is_rename:  # of any size: torch says it where it does not fit
+        _check_shapes(names, {name: state[name] for name in present}, "load the state of a model of this config")
+    tensors = {name.removeprefix(prefix): state.pop(name) for name in present}
+    if len(present) == len(names):
+        state.update({f"{prefix}{target}": _joined(packing, made, tensors) for target, made in packing.targets.items()})
+        return
+    parameters = dict(module.named_parameters())
+    if not packing.targets.keys() <= parameters.keys():
+        raise UsageError(
+            f"the state has {present[0]!r}, and of what has to be packed with it only {len(present)} of {len(names)}",
+            fix="pass the whole state dict at once",
+        )
+    for target, made in packing.targets.items():
+        with torch.no_grad():
+            pieces = [piece for piece in made.pieces if piece.source in tensors]
+            copy_pieces(pieces, tensors, parameters[target])
 
 
 def pack_state(packings: Iterable[Packing], state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """`state` with stock names packed; the inverse of `unpack_state`.
 
     Raises:
-        UsageError: a group is there in part.
+        UsageError: a group is there in part, or a tensor has another shape.
     """
     packed = dict(state)
     for packing in packings:
@@ -193,6 +218,8 @@ def pack_state(packings: Iterable[Packing], state: Mapping[str, torch.Tensor]) -
             names = list(packing.sources)
             raise UsageError(f"the state has {present[0]!r} and not all of {names}", fix="pass the whole state dict")
         tensors = {name: packed.pop(name) for name in present}
+        if not packing.is_rename:  # of any size, as above
+            _check_shapes(packing.sources, tensors, "pass the state of a model of this config")
         packed.update({name: _joined(packing, made, tensors) for name, made in packing.targets.items()})
     return packed
 

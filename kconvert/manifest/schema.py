@@ -8,7 +8,7 @@ schema version, the digest of the manifest itself, every type, and every file na
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
 from math import prod
@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 from kconvert.errors import ManifestError
 from kconvert.manifest.canonical import canonical_json, sha256_digest, unique_pairs
 from kconvert.names import MANIFEST_NAME, unsafe_name_reason
-from kconvert.transforms import Arrangement, Piece, has_overlap
+from kconvert.transforms import Arrangement, Piece, has_overlap, invert
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -315,29 +315,45 @@ def _check_tensors(manifest: Manifest, where: str) -> None:
                     raise ValueError(f"{part.source!r} has other origins elsewhere")
         except ValueError as error:
             raise ManifestError(f"the parts of {record.target!r} do not add up: {error}", where=where) from None
-    for name, shape, count in (*parts.counts(), *origins.counts()):
-        if count != prod(shape):
-            raise ManifestError(f"{count} elements of {name!r} are used, of {prod(shape)}", where=where)
+    try:
+        parts.check()
+        origins.check()
+    except ValueError as error:
+        raise ManifestError(str(error), where=where) from None
 
 
 class _Uses:
-    """How many elements of each tensor were used."""
+    """Which elements of each tensor were used."""
 
     def __init__(self) -> None:
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._counts: dict[str, int] = {}
+        self._pieces: dict[str, list[Piece]] = {}
 
-    def add(self, name: str, shape: tuple[int, ...], count: int) -> None:
-        if self._shapes.setdefault(name, shape) != shape:
-            raise ValueError(f"{name!r} has two shapes")
-        self._counts[name] = self._counts.get(name, 0) + count
+    def add(self, shape: tuple[int, ...], piece: Piece) -> None:
+        """Note the elements that a piece takes of a tensor of `shape`, in which it lies.
 
-    def counts(self) -> Iterator[tuple[str, tuple[int, ...], int]]:
-        return ((name, self._shapes[name], count) for name, count in self._counts.items())
+        Raises:
+            ValueError: the tensor had another shape before.
+        """
+        if self._shapes.setdefault(piece.source, shape) != shape:
+            raise ValueError(f"{piece.source!r} has two shapes")
+        self._pieces.setdefault(piece.source, []).append(piece)
+
+    def check(self) -> None:
+        """Raises ValueError unless every element was used once."""
+        for name, pieces in self._pieces.items():
+            size, count = prod(self._shapes[name]), sum(piece.size for piece in pieces)
+            if count != size:
+                raise ValueError(f"{count} elements of {name!r} are used, of {size}")
+            if len(pieces) == 1 and pieces[0].run_size == size:
+                continue
+            back = invert({name: Arrangement(self._shapes[name], tuple(pieces))}, self._shapes) or {}
+            if has_overlap(back[name].pieces):
+                raise ValueError(f"an element of {name!r} is used twice")
 
 
 def _check_pieces(made: Arrangement, shapes: Mapping[str, tuple[int, ...]], used: _Uses) -> None:
-    """Pieces lie inside their tensors and fill the target; `used` counts the elements per source.
+    """Pieces lie inside their tensors and fill the target; `used` notes the elements of each source.
 
     Raises:
         ValueError: they do not.
@@ -352,7 +368,7 @@ def _check_pieces(made: Arrangement, shapes: Mapping[str, tuple[int, ...]], used
         shape = shapes[piece.source]
         if piece.size and (piece.source_end > prod(shape) or piece.target_end > made.size):
             raise ValueError(f"{list(piece.numbers())} lies outside")
-        used.add(piece.source, shape, piece.size)
+        used.add(shape, piece)
     if has_overlap(made.pieces):
         raise ValueError("two of its elements stand in one place")
 

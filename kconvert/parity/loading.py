@@ -130,7 +130,7 @@ def _store_as_converted(model: Any, manifest: Manifest, source: Path) -> None:
                 with safe_open(str(source / origin.file), framework="pt") as opened:
                     stored[origin.file_name] = opened.get_tensor(origin.file_name).to(_DTYPES[record.dtype])
             weight = parameters[part.source]
-            weight.data = rearrange(part.stored(), stored).to(weight.dtype)
+            weight.data = rearrange(part.stored(), stored).to(weight.dtype).contiguous()
 
 
 def _from_converted(job: VerifyJob) -> Any:

@@ -55,7 +55,8 @@ def verify(
     Args:
         directory: what `apply` wrote.
         source: what it was made of; without it the stock weights are taken out of the converted file.
-        levels: of `LEVELS`; if left out `modules`, or `logits` where no module is patched.
+        levels: of `LEVELS`; if left out `modules`, and `logits` where no module is patched, or where transformers' joined
+            tensors are stored and the source is given.
         device: where both models run, `cpu` or `cuda:1`.
         trust_remote_code: run the kernel packages and the model code that come with the directories.
         trust_kernels: package ID to digest: run just these packages.
@@ -79,7 +80,10 @@ def verify(
     manifest = load_manifest(directory)
     is_patched = any(record.modules for record in manifest.patches)
     if levels is None:
-        levels = ("modules",) if is_patched else ("logits",)
+        # what was joined outside the patched modules shows in the logits alone
+        is_baked = any(record.patch is None and record.op != "copy" for record in manifest.tensors)
+        logits = ("logits",) if not is_patched or (is_baked and source is not None) else ()
+        levels = (*(("modules",) if is_patched else ()), *logits)
     if not is_patched and "modules" in levels:
         raise UsageError(
             "no module is patched, so there are none to compare", where=str(directory), fix="use --level logits"

@@ -139,6 +139,14 @@ def _bind(entry: Entry, claim: Claim, names: Sequence[str], checkpoint: Checkpoi
     try:
         return entry.bind(claim.paths, names)
     except CheckpointError as error:
+        if entry.layout.package is not None:  # its mapping is in question before the checkpoint is
+            held = ", ".join(name.removeprefix(f"{claim.paths[0]}.") for name in names[:6])
+            raise CheckpointError(
+                error.what,
+                where=entry.where,
+                fix="check the package's conversion_mapping against the names in the module: "
+                f"{held}{', ...' if len(names) > 6 else ''}",
+            ) from error
         raise CheckpointError(error.what, where=str(checkpoint.model_dir), fix=error.fix) from error
     except RecipeError as error:
         raise RecipeError(error.what, where=entry.where, fix=error.fix) from error
@@ -164,7 +172,7 @@ def _steps(
     origins = [_origin(name, checkpoint) for tensor in taken.values() for name in tensor.stored.sources]
     listed = ", ".join(f"{origin.name} {origin.dtype} {list(origin.shape)}" for origin in origins[:4])
     listed += f" and {len(origins) - 4} more" if len(origins) > 4 else ""
-    dtype = _target_dtype(rule.target, origins, checkpoint, listed, None if rule.is_rename else entry)
+    dtype = _target_dtype(rule.target, origins, checkpoint, None if rule.is_rename else entry)
     try:
         stored = rule.arrange({name: tensor.stored for name, tensor in taken.items()}, shape_of)
         made = rule.arrange({name: whole(name, tensor.stored.shape) for name, tensor in taken.items()}, shape_of)
@@ -235,8 +243,7 @@ def _copy_step(tensor: ModuleTensor, checkpoint: Checkpoint) -> Step:
         return Step(
             name, dtype, tensor.op, None, (part,), tensor.stored, tuple(origins), tensor.stored, tensor.computed
         )
-    listed = ", ".join(f"{origin.name} {origin.dtype}" for origin in origins[:4])
-    dtype = _target_dtype(name, origins, checkpoint, listed, None)
+    dtype = _target_dtype(name, origins, checkpoint, None)
     return _step(name, dtype, tensor.op, None, whole(name, shape), {name: tensor}, tensor.stored, checkpoint)
 
 
@@ -269,9 +276,7 @@ def _origin(name: str, checkpoint: Checkpoint) -> Origin:
     return Origin(name, tensor.file, tensor.dtype, tensor.shape, tensor.offset, tensor.size_bytes)
 
 
-def _target_dtype(
-    target: str, origins: Sequence[Origin], checkpoint: Checkpoint, listed: str, entry: Entry | None
-) -> str:
+def _target_dtype(target: str, origins: Sequence[Origin], checkpoint: Checkpoint, entry: Entry | None) -> str:
     """The dtype of a target: that of `entry`, which joins tensors, where it names one; else that of the origins."""
     found = {origin.dtype for origin in origins}
     where = str(checkpoint.model_dir)
@@ -287,8 +292,11 @@ def _target_dtype(
         return entry.dtype
     if len(found) > 1:
         named = entry is not None and found <= {*FLOAT_DTYPES}
+        examples = {origin.dtype: origin for origin in reversed(origins)}.values()
+        listed = ", ".join(f"{origin.name} {origin.dtype} {list(origin.shape)}" for origin in reversed([*examples]))
+        more = f" and {len(origins) - len(examples)} more" if len(origins) > len(examples) else ""
         raise CheckpointError(
-            f"{target!r} would join different dtypes: {listed}",
+            f"{target!r} would join different dtypes: {listed}{more}",
             where=where,
             fix="name the dtype to store it in with `dtype:` in the patch entry, or leave these layers out of the path"
             if named

@@ -38,10 +38,11 @@ def match_entries(
         module_paths: every module path of the model.
         classes: module path to class name where the model was built, else None: classes are not checked.
 
-    An optional entry takes the modules that are of its classes, with all siblings; there need be none.
+    An optional entry takes the modules that are of its classes, with all siblings; there need be none, unless nothing
+    in the model has the name or the class.
 
     Raises:
-        RecipeError: no match, another class, or fused siblings of which one is missing.
+        RecipeError: no match, another class, or fused siblings of which one is missing; or no entry matches anything.
     """
     claims, traces = [], []
     for entry in entries:
@@ -70,6 +71,12 @@ def match_entries(
                     where=pair.where,
                     fix="narrow both paths to parents that have both modules, with a number set such as {0-3}",
                 )
+    if entries and not claims:
+        raise RecipeError(
+            "no entry of the recipe matches a module",
+            where=entries[0].where,
+            fix="without optional: true each says why",
+        )
     return tuple(claims), tuple(traces)
 
 
@@ -103,6 +110,14 @@ def _optional_matches(
     pairs: Sequence[Pair], module_paths: Sequence[str], classes: Mapping[str, str] | None
 ) -> list[dict[tuple[str, ...], str]]:
     """The paths of each pair whose modules are of its class, where every other pair has one beside it."""
+    for pair in pairs:
+        is_known = classes is not None and pair.class_name in classes.values()
+        if not is_known and not _at_pattern(pair, module_paths):
+            raise RecipeError(
+                f"path pattern {pair.pattern.text!r} matches no module, and the model has no {pair.class_name}",
+                where=pair.where,
+                fix=_nearest(pair.pattern.text, module_paths),
+            )
     found = [
         {
             binding: path

@@ -7,11 +7,12 @@ an error.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from transformers.core_model_loading import dot_natural_key
 
 from kconvert.errors import LoadError, ManifestError, UsageError
 from kconvert.manifest import Manifest, unique_pairs
@@ -129,7 +130,7 @@ def check_loaded(model: Any, info: Mapping[str, Any], manifest: Manifest) -> Non
         if manifest.model_checked
         else {record.target for record in manifest.tensors if record.patch is None}
     )
-    known = {each for name in left_over & allowed for each in _reported(model, name, fix)}
+    known = _reported(model, written, left_over & allowed, fix)
     stray = (left_over - allowed) | (set(info.get("unexpected_keys", ())) - known)
     if stray:
         raise LoadError(f"the model has no place for {len(stray)} tensors, e.g. {sorted(stray)[0]}", fix=fix)
@@ -142,18 +143,25 @@ def check_loaded(model: Any, info: Mapping[str, Any], manifest: Manifest) -> Non
             raise LoadError(f"{len(on_meta)} tensors were left without data, e.g. {on_meta[0]}", fix=fix)
 
 
-def _reported(model: Any, name: str, fix: str) -> set[str]:
-    """What the loader calls a carried tensor.
+def _reported(model: Any, written: Collection[str], carried: Collection[str], fix: str) -> set[str]:
+    """What the loader calls the `carried` tensors of those that are `written`.
 
     Raises:
-        LoadError: it has taken it for a tensor of the model.
+        LoadError: it has taken one of them for a tensor of the model.
     """
+    if not carried:
+        return set()
     names = StockNames(model)
-    found = names.reported(name)
-    taken = found & names.state.keys()
-    if taken:
-        raise LoadError(f"transformers took {name!r}, which was carried along, for {min(taken)!r}", fix=fix)
-    return {name, *found}
+    known = {*carried}
+    for name in sorted(written, key=dot_natural_key):  # all, in the loader's order: a rule may depend on earlier names
+        found = names.reported(name)
+        if name not in carried:
+            continue
+        taken = found & names.state.keys()
+        if taken:
+            raise LoadError(f"transformers took {name!r}, which was carried along, for {min(taken)!r}", fix=fix)
+        known |= found
+    return known
 
 
 def _is_offloaded(model: Any) -> bool:

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from kconvert.errors import UsageError
-from kconvert.kernels.packing import pack_state
+from kconvert.kernels.packing import Packing, pack_state
 from kconvert.manifest import Manifest, TensorRecord, sha256_digest
 from kconvert.names import (
     CONFIG_NAME,
@@ -30,7 +31,7 @@ from kconvert.names import (
     STOCK_SINGLE_NAME,
 )
 from kconvert.runtime.patching import PatchedOnInit
-from kconvert.runtime.source_tensors import source_tensors
+from kconvert.runtime.source_tensors import file_packings, loadable, source_tensors
 from kconvert.transforms import whole
 
 __all__ = ["LoadedModel", "Origin"]
@@ -42,6 +43,16 @@ class Origin:
 
     directory: Path
     manifest: Manifest
+
+    @cached_property
+    def file_packings(self) -> tuple[Packing, ...]:
+        """The stock model's tensors out of those of the source's files; none where the model was not checked."""
+        return file_packings(self.manifest) if self.manifest.model_checked else ()
+
+    @cached_property
+    def loadable(self) -> tuple[Packing, ...]:
+        """Those of them that a state dict may be told by."""
+        return loadable(self.file_packings, self.manifest)
 
 
 class LoadedModel(PatchedOnInit):
@@ -58,11 +69,17 @@ class LoadedModel(PatchedOnInit):
         origin = self.__dict__.get("kconvert_origin")
         if origin is None or not origin.manifest.model_checked:
             return self.__dict__.get("_weight_conversions")
-        return source_tensors(origin.manifest)
+        return source_tensors(origin.file_packings)
 
     @_weight_conversions.setter
     def _weight_conversions(self, conversions: Any) -> None:
         self.__dict__["_weight_conversions"] = conversions
+
+    @property
+    def kconvert_file_packings(self) -> tuple[Packing, ...]:
+        """The model's stock tensors, out of those of the source's files."""
+        origin = self.__dict__.get("kconvert_origin")
+        return () if origin is None else origin.loadable
 
     def _check_undoable(self) -> None:
         lost = [record for record in self.kconvert_origin.manifest.tensors if not record.exact]

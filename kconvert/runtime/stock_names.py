@@ -1,4 +1,9 @@
-"""Transformers' naming of tensors while it loads: which tensor of a model a name in the files stands for."""
+"""Transformers' naming of tensors while it loads: which tensor of a model a name in the files stands for.
+
+Its own code decides, with the rules that it has for the model; nothing is matched here.  Where a rule would turn the
+model's own name into one that the model does not have, the name stays.  Nothing is refused: a name without a place in
+the model is given back as the rules leave it.
+"""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def complete_groups(
     Raises:
         CheckpointError: naming what is missing.
     """
-    lists = {pattern: _numbered(names) for pattern, names in collected.items() if "*" in pattern}
+    lists = {pattern: _numbered(pattern, names) for pattern, names in collected.items() if "*" in pattern}
     wanted = max([count or 0, *(max(numbers, default=-1) + 1 for numbers, _ in lists.values())])
     lacking = []
     for pattern, names in collected.items():
@@ -241,13 +241,14 @@ def complete_groups(
     )
 
 
-def _numbered(names: Sequence[str]) -> tuple[dict[int, str], Callable[[int], str]]:
+def _numbered(pattern: str, names: Sequence[str]) -> tuple[dict[int, str], Callable[[int], str]]:
     """The names of a list by number, in numeric order, and how a name with another number is spelled.
 
-    The number is the one in which the names differ, or the last one of a single name.
+    The number is the one in which the names differ; of a single name, the last one that can stand for the `*`: as many
+    numbers follow it as there are behind the `*` in the pattern.
 
     Raises:
-        CheckpointError: the names differ in more than one number.
+        CheckpointError: the names differ in more than one number, or in its spelling alone.
     """
     spelled = [_NUMBER.split(name) for name in names]
     if not spelled:
@@ -257,13 +258,20 @@ def _numbered(names: Sequence[str]) -> tuple[dict[int, str], Callable[[int], str
         for place in range(1, len(spelled[0]), 2)
         if len({tuple(parts[place : place + 1]) for parts in spelled}) > 1
     ]
-    place = places[0] if places else max(len(spelled[0]) - 2, 0)
+    behind = len(_NUMBER.findall(pattern.rpartition("*")[2].replace("\\", "")))
+    place = places[0] if places else len(spelled[0]) - 2 - 2 * behind
     around = {(*parts[:place], *parts[place + 1 :]) for parts in spelled}
-    if len(around) > 1 or len(spelled[0]) < 2:
+    if len(around) > 1 or place < 1:
         raise CheckpointError(
             f"{names[0]!r} and {names[-1]!r} are no list of numbered tensors", fix="make the pattern exact"
         )
-    found = {int(parts[place]): name for parts, name in zip(spelled, names, strict=True)}
+    found: dict[int, str] = {}
+    for parts, name in zip(spelled, names, strict=True):
+        other = found.setdefault(int(parts[place]), name)
+        if other is not name:
+            raise CheckpointError(
+                f"{other!r} and {name!r} have the same number", fix="remove one of them from the checkpoint"
+            )
 
     def name_of(number: int) -> str:
         return "".join((*spelled[0][:place], str(number), *spelled[0][place + 1 :]))

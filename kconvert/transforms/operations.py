@@ -253,6 +253,7 @@ class PermuteHeads(Operation):
         found: Values = {}
         for source, tensors in values.items():
             target = names.targets[0] if len(names.sources) == len(names.targets) == 1 else source
+            # `in` is transformers' own match, of one of its patterns and not of a tensor's name
             if self.only is None or any(name in source for name in self.only):
                 (tensor,) = tensors
                 tensors = [self._permuted(tensor)]

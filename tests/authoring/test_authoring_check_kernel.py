@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from kconvert.authoring import Check, CheckReport, Outcome, check_kernel
+from kconvert.authoring import Check, CheckReport, Outcome, check_kernel, numbers
 from kconvert.authoring.subject import representatives
 from kconvert.cli import main
 from kconvert.errors import CheckpointError, RecipeError, UsageError
+from kconvert.kernels.packing import unpack_state
 from tests.packages.helpers import copy_example, fuse, write_package
 from tests.support import write_recipe
 
@@ -115,7 +117,17 @@ FAULTS = {
     "mapping: another shape": (
         _with("torch.ones(hidden_size)", "torch.ones(hidden_size + 1)"),
         {"mapping"},
-        "[32] in the checkpoint and [33] in the model",
+        "makes 'model.layers.0.input_layernorm.scale' [32], and its layout has [33]",
+    ),
+    "mapping: a typo in a pattern": (
+        _with(r"input_layernorm\.weight", r"input_layernorm\.weights"),
+        {"mapping"},
+        "no rule of the package's conversion_mapping makes 'model.layers.0.input_layernorm.scale'",
+    ),
+    "classes: a layout of another name": (
+        _with("class NormLayout", "class NormParameters"),
+        {"classes"},
+        "has no class NormLayout, but NormParameters, which has a conversion_mapping; call it NormLayout",
     ),
     "mapping: no rules": (_with("[WeightRenaming", "7 or [WeightRenaming"), {"mapping"}, "no list of rules"),
     "mapping: other arguments": (_with("hidden_size, eps=1e-6", "hidden_size, eps, more"), {"mapping"}, "more"),
@@ -129,6 +141,14 @@ FAULTS = {
         _with("self.eps = eps", "self.eps = eps\n        assert self.scale.is_meta, 'on meta alone'"),
         {"layout"},
         "the layout cannot be built (AssertionError: on meta alone); the layout's __init__ has to work on any device",
+    ),
+    "reference: another value than was loaded": (
+        _with("self.eps = eps", "self.eps = eps\n        self.register_load_state_dict_post_hook(double)").replace(
+            "return self.scale", "return 0.5 * self.scale"
+        )
+        + "\ndef double(layout, keys):\n    with torch.no_grad():\n        layout.scale.mul_(2)\n",
+        {"reference", "gradient"},
+        "model.layers.0.input_layernorm: 1.0e+00 of the largest value, allowed",
     ),
     "numerics: another eps": (
         _with("+ self.eps", "+ 10 * self.eps"),
@@ -234,6 +254,27 @@ def test_a_fault_shows_where_it_belongs(fault: str, tmp_path: Path, qwen3_dir: P
     lines = [check.line() for check in report.failures if check.name.startswith(name)]
     assert [line for line in lines if said in line], report.to_text()
     assert all("\n" not in line for line in lines)
+
+
+def test_values_that_do_not_come_back_fail_the_inverse(
+    tmp_path: Path, qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packings hold every value by the way they are made, so a fault is put in: every value in the place of the next."""
+
+    def unpack_wrongly(*args: Any) -> dict[str, torch.Tensor]:
+        return {name: tensor.roll(1) for name, tensor in unpack_state(*args).items()}
+
+    monkeypatch.setattr(numbers, "unpack_state", unpack_wrongly)
+    report = _check(tmp_path, GOOD, qwen3_dir)
+    assert _failed(report) == {"inverse"}, report.to_text()
+    said = (
+        "model.layers.0.input_layernorm.weight does not come back from the packed tensors; the conversion_mapping has"
+    )
+    assert _one(report, "inverse").line().startswith(said)
+    monkeypatch.setattr(numbers, "unpack_state", lambda *args: {**unpack_state(*args), "more": torch.zeros(1)})
+    report = _check(tmp_path / "more", GOOD, qwen3_dir)
+    assert _failed(report) == {"inverse"}, report.to_text()
+    assert _one(report, "inverse").text.startswith("more does not come back")
 
 
 def test_flags_that_promise_nothing_are_said_so(tmp_path: Path, qwen3_dir: Path) -> None:

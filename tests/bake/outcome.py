@@ -23,7 +23,7 @@ from tests.bake.forms import Form, describe_rules, difference, forms_of, load_st
 from tests.bake.inputs import run_forward
 from tests.bake.mapped import Subject, has_mapping, may_have_mapping
 from tests.bake.tiny import build_tiny_subject
-from tests.support import RawTensor, read_raw
+from tests.support import RawTensor, bake_recipe, read_raw
 from tests.sweep.outcome import aligned
 from tests.sweep.tiny import NotBuiltError
 
@@ -153,11 +153,7 @@ def check_form(outcome: Outcome, model: Any, form: Form, directory: Path, **opti
 def bake(source: Path, output: Path, work: Path) -> None:
     """Convert a source into module names, with a recipe that patches nothing."""
     model_type = json.loads((source / CONFIG_NAME).read_text(encoding="utf-8"))["model_type"]
-    recipe = work / "recipe.yaml"
-    recipe.write_text(
-        f"recipe: 1\nname: bake\nmodel_type: [{json.dumps(model_type)}]\nbake: true\npatches: []\n", encoding="utf-8"
-    )
-    apply_recipe(str(recipe), source, output)
+    apply_recipe(str(bake_recipe(work, model_type)), source, output)
 
 
 def _check_model(

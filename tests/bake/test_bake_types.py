@@ -128,7 +128,7 @@ def test_tiny_models_are_random_everywhere() -> None:
 
 def test_what_cannot_be_built_says_why_and_whether_it_matters(tmp_path: Path) -> None:
     subject = Subject("timm_wrapper", "TimmWrapperForImageClassification")
-    with pytest.raises(NotBuiltError, match="it needs a package that kconvert does not"):
+    with pytest.raises(NotBuiltError, match="it needs timm, which kconvert does not"):
         build_tiny_subject(subject)
     assert check_subject(subject, tmp_path).status == "not built"
     assert may_have_mapping(Subject("llava_onevision", "LlavaOnevisionForConditionalGeneration"))

@@ -11,15 +11,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.core_model_loading import dot_natural_key
 
 from kconvert import load_converted
 from kconvert.convert import prepare
 from kconvert.errors import CheckpointError, ManifestError, RecipeError, UsageError
 from kconvert.manifest import Manifest, load_manifest
 from kconvert.names import SINGLE_NAME
+from kconvert.parity import verify
+from kconvert.runtime import checks
+from kconvert.runtime.stock_names import StockNames
 from tests.support import (
     Kind,
+    bake_recipe,
     check_refused,
     convert,
     qwen3_config,
@@ -43,12 +48,6 @@ Tensors = dict[str, torch.Tensor]
 
 def expert(number: int, name: str) -> str:
     return f"{EXPERTS}.{number}.{name}_proj.weight"
-
-
-def bake_recipe(folder: Path, model_type: str = "qwen3_moe") -> Path:
-    path = folder / f"bake-{model_type}.yaml"
-    path.write_text(f"recipe: 1\nname: bake\nmodel_type: [{model_type}]\nbake: true\npatches: []\n", encoding="utf-8")
-    return path
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -165,6 +164,26 @@ def test_other_types(kind: Kind, tmp_path: Path) -> None:
     assert stacks == (set() if kind == "gpt_oss" else {"stack(0)", "stack(0), concatenate(1)"})
 
 
+@pytest.mark.parametrize(
+    ("kind", "count"), [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts"), ("olmoe", "num_experts")]
+)
+def test_a_list_of_one_expert(kind: Kind, count: str, tmp_path: Path) -> None:
+    """Mixtral's `experts.0.w2.weight` has another number behind that of the expert."""
+    values: dict[str, Any] = {count: 1, "num_experts_per_tok": 1}
+    source = save_tiny(tmp_path / "in", kind, **values)
+    output = convert(bake_recipe(tmp_path, kind), source, tmp_path / "out").output
+    stock: Any = AutoModelForCausalLM.from_pretrained(source)
+    assert {name: raw(tensor) for name, tensor in stock.state_dict().items()} == read_raw(output)
+
+
+def test_a_number_that_is_spelled_in_two_ways(moe: Source, tmp_path: Path) -> None:
+    """One of the two would be left out without a word."""
+    other = expert(3, "gate").replace(".3.", ".03.")
+    source = moe.changed(tmp_path / "in", lambda tensors: tensors.update({other: tensors[expert(3, "gate")] + 1}))
+    words = [repr(other), repr(expert(3, "gate")), "have the same number"]
+    check_refused(CheckpointError, 4, words, bake_recipe(tmp_path), source, tmp_path / "out")
+
+
 def test_a_dense_layer_and_a_router_are_no_experts(moe: Source, baked: Path) -> None:
     """B20, and A12: `mlp.gate` beside `gate_proj`."""
     written = read_raw(baked)
@@ -256,9 +275,9 @@ def test_a_gap_in_the_numbers(moe: Source, tmp_path: Path) -> None:
 
 def test_mixed_dtypes_in_a_group(moe: Source, tmp_path: Path) -> None:
     """B13: torch would promote the whole stack."""
-    name = expert(2, "up")
+    name = expert(7, "up")
     source = moe.changed(tmp_path / "in", lambda tensors: tensors.update({name: tensors[name].bfloat16()}))
-    words = [f"{GATE_UP!r} would join different dtypes", "store the group in one dtype"]
+    words = [f"{GATE_UP!r} would join different dtypes", f"{name} BF16", "and 22 more", "store the group in one dtype"]
     check_refused(CheckpointError, 4, words, bake_recipe(tmp_path), source, tmp_path / "out")
 
 
@@ -291,7 +310,7 @@ def test_its_own_output(moe: Source, baked: Path, tmp_path: Path) -> None:
 
 
 def test_without_the_model_check(moe: Source, tmp_path: Path) -> None:
-    words = ["transformers renames tensors of model type 'qwen3_moe'", "leave out --no-model-check"]
+    words = ["transformers renames or joins tensors of model type 'qwen3_moe'", "leave out --no-model-check"]
     for recipe in (str(bake_recipe(tmp_path)), "qwen3-moe"):
         check_refused(CheckpointError, 4, words, recipe, moe.directory, tmp_path / "out", model_check=False)
 
@@ -383,6 +402,29 @@ def test_an_extra_layer_is_carried_under_its_own_names(moe: Source, tmp_path: Pa
     assert read_raw(tmp_path / "packed") == written
 
 
+def test_carried_tensors_are_named_by_one_set_of_rules(
+    moe: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of the loader, because a rule may depend on what was seen; a set for each would take seconds."""
+    asked: list[list[str]] = []
+
+    class Counted(StockNames):
+        def __init__(self, model: Any) -> None:
+            super().__init__(model)
+            asked.append([])
+
+        def reported(self, name: str) -> set[str]:
+            asked[-1].append(name)
+            return super().reported(name)
+
+    more = extra_layer(moe.tensors)
+    source = moe.changed(tmp_path / "in", lambda tensors: tensors.update(more))
+    output = convert(bake_recipe(tmp_path), source, tmp_path / "out").output
+    monkeypatch.setattr(checks, "StockNames", Counted)
+    load_converted(output)
+    assert asked == [sorted(read_raw(output), key=dot_natural_key)]
+
+
 def test_nothing_else_is_accepted_at_load(moe: Source, tmp_path: Path) -> None:
     more = extra_layer(moe.tensors)
     source = moe.changed(tmp_path / "in", lambda tensors: tensors.update(more))
@@ -436,6 +478,61 @@ def test_stock_names_are_loaded_into_the_stacks(moe: Source, baked: Path) -> Non
     assert torch.equal(logits(model), logits(stock))
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("num_calls", [1, 3])
+def test_names_of_the_files_are_loaded_into_the_stacks(kind: Kind, num_calls: int, tmp_path: Path) -> None:
+    """In shards too, of which one holds half of the experts: so Trainer loads its checkpoints."""
+    source = save_tiny(tmp_path / "in", kind, dtype=torch.bfloat16)
+    model = load_converted(convert(kind.replace("_", "-"), source, tmp_path / "out").output, kernels="reference")
+    state = {name: 2 * tensor for name, tensor in load_file(source / "model.safetensors").items()}
+    for start in range(num_calls):
+        part = dict(list(state.items())[start::num_calls])
+        result = model.load_state_dict(part, strict=num_calls == 1)
+        assert result.unexpected_keys == []
+        assert len(part) == len(state) // num_calls + (start < len(state) % num_calls)  # the caller's is left alone
+    model.save_pretrained(tmp_path / "back")
+    assert read_raw(tmp_path / "back") == {name: raw(tensor) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("recipe", ["bake", "qwen3-moe"])
+def test_trainer_resumes_and_takes_the_best(recipe: str, moe: Source, tmp_path: Path) -> None:
+    """Stock keeps the experts that it has, because a checkpoint of Trainer holds them apart."""
+    named = str(bake_recipe(tmp_path)) if recipe == "bake" else recipe
+    output = convert(named, moe.directory, tmp_path / "out").output
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, 60, (8,), generator=generator) for _ in range(8)]
+    rows: Any = [{"input_ids": row, "labels": row} for row in ids]
+
+    def train(folder: str, resume: Path | None = None) -> tuple[Any, Any]:
+        model = load_converted(output, kernels="reference")
+        arguments = TrainingArguments(
+            str(tmp_path / folder),
+            per_device_train_batch_size=4,
+            max_steps=4,
+            save_steps=2,
+            eval_steps=2,
+            eval_strategy="steps",
+            load_best_model_at_end=True,
+            metric_for_best_model="loss",
+            greater_is_better=True,  # so that the first half is the best
+            learning_rate=1e-2,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:4])
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        return model, trainer
+
+    whole, trainer = train("whole")
+    best = Path(str(trainer.state.best_model_checkpoint))
+    assert best.name == "checkpoint-2"
+    whole.save_pretrained(tmp_path / "best")
+    assert read_raw(tmp_path / "best") == read_raw(best)
+    train("resumed", best)
+    assert read_raw(tmp_path / "resumed" / "checkpoint-4") == read_raw(tmp_path / "whole" / "checkpoint-4")
+
+
 def test_the_manifest_of_a_baked_model_has_no_patches(baked: Path) -> None:
     manifest: Manifest = load_manifest(baked)
     assert (manifest.patches, manifest.model_checked) == ((), True)
@@ -478,6 +575,10 @@ def test_an_op_that_computes_runs_on_its_group(final_norm: Callable[[str], Path]
     assert (record.exact, [origin.file_name for origin in record.origins]) == (False, ["model.final_norm.weight"])
     model, stock = load_converted(output), AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     assert torch.equal(model.model.norm.weight, stock.model.norm.weight)
+    state = {name: 2 * tensor for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state)
+    assert torch.equal(model.model.norm.weight, 2 * stock.model.norm.weight)
+    model.load_state_dict(stock.state_dict())
     assert torch.equal(logits(model), logits(stock))
     with pytest.raises(UsageError, match="cannot be given back"):
         model.save_pretrained(tmp_path / "stock")
@@ -498,3 +599,19 @@ def test_what_is_computed_cannot_be_packed_too(final_norm: Callable[[str], Path]
     recipe = write_recipe(tmp_path / "r.yaml", patch, model_type="qwen3")
     with pytest.raises(RecipeError, match=r"'model\.norm\.weight' is made by compute\(SubtractOne\)"):
         convert(recipe, source, tmp_path / "out")
+
+
+def test_verify_sees_experts_in_a_wrong_order(moe: Source, tmp_path: Path) -> None:
+    """They are outside the patched modules: with the source the logits are compared too, without being asked."""
+    output = convert("qwen3-moe", moe.directory, tmp_path / "out").output
+    assert set(verify(output, source=moe.directory).levels) == {"modules", "logits"}
+    assert not verify(output, source=moe.directory).failures
+    assert set(verify(output).levels) == {"modules"}
+    for path in output.glob("*.safetensors"):
+        tensors = load_file(path)
+        if GATE_UP in tensors:
+            tensors[GATE_UP] = tensors[GATE_UP].flip(0).contiguous()
+            save_file(tensors, path, {"format": "pt"})
+    report = verify(output, source=moe.directory)
+    assert report.failures
+    assert not report.levels["modules"].failures()

@@ -86,6 +86,10 @@ def look(job: dict[str, Any]) -> dict[str, Any]:
     answer["saved_equal"] = all(
         torch.equal(stored[name], tensor) for name, tensor in originals.items() if name in stored
     )
+    state = stock.state_dict()
+    answer["saved_in_module_names"] = sorted(stored) == sorted(state) and all(
+        torch.equal(stored[name], tensor) for name, tensor in state.items()
+    )
     return answer
 
 

@@ -85,6 +85,7 @@ def answers(hub: StandInHub, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     jobs.add_recipe("fused", "qwen3-fused-norm-mlp", "qwen3")
     jobs.add_recipe("gemma2", "gemma2", "gemma2")
     jobs.add_recipe("phi3", "phi3", "phi3")
+    jobs.add_recipe("qwen3-moe", "qwen3-moe", "qwen3_moe")
     jobs.add_recipe("one-pair", write_recipe(directory / "one-pair.yaml", ONE_PAIR), "qwen3")
     source, package = jobs.source("qwen3"), directory / "qwen3" / "package"
     jobs.add("from-source", source, qwen3, jobs.jobs[0]["config"], from_source=True)
@@ -127,6 +128,7 @@ def _local_config(package: Path) -> str:
         "fused",
         "gemma2",
         "phi3",
+        "qwen3-moe",
         "one-pair",
         "two-class",
         "hub",
@@ -155,6 +157,11 @@ def test_the_loaded_model_is_the_stock_model(name: str, answers: dict[str, dict[
         ("fused", ("FusedQwen3RMSNorm", "PackedQwen3Attention", "FusedQwen3MLP"), "Qwen3RMSNorm Qwen3Attention"),
         ("gemma2", ("FusedGemma2RMSNorm", "PackedGemma2Attention", "PackedGemma2MLP"), "Gemma2RMSNorm Gemma2MLP"),
         ("phi3", ("FusedPhi3RMSNorm", "PackedPhi3MLP"), "Phi3RMSNorm Phi3MLP"),
+        (
+            "qwen3-moe",
+            ("FusedQwen3MoeRMSNorm", "PackedQwen3MoeAttention", "PackedQwen3MoeMLP"),
+            "Qwen3MoeRMSNorm Qwen3MoeAttention Qwen3MoeMLP",
+        ),
         ("one-pair", ("FusedQwen3RMSNorm",), ""),
         ("two-class", ("RMSNormMLP",), "Qwen3MLP"),
         (
@@ -181,6 +188,15 @@ def test_it_trains_and_saves_the_stock_layout(name: str, answers: dict[str, dict
     assert found["later_difference"] < TOLERANCE, "a plain load of the same type, later in the process"
     assert found["saved_names_equal"]
     assert found["saved_equal"]
+
+
+def test_a_mixture_of_experts_trains_and_is_saved_in_module_names(answers: dict[str, dict[str, Any]]) -> None:
+    """Its experts are stacked, in the converted files and in what is saved: `KernelConfig` takes no stack apart."""
+    found = answers["qwen3-moe"]
+    assert found["gradients"]
+    assert found["later_difference"] < TOLERANCE
+    assert not found["saved_names_equal"]
+    assert found["saved_in_module_names"]
 
 
 def test_the_package_was_downloaded_in_the_version_that_the_config_names(

@@ -56,6 +56,7 @@ def test_there_and_back(name: str, dtype: torch.dtype) -> None:
         assert packed[key].dtype is dtype
         assert packed[key].float().tolist() == tensor.to(dtype).float().tolist()
     again = unpack_state(found, packed)
+    assert all(tensor.is_contiguous() for tensor in (*packed.values(), *again.values()))
     assert {key: tensor.float().tolist() for key, tensor in again.items()} == {
         key: tensor.float().tolist() for key, tensor in stock.items()
     }
@@ -86,6 +87,7 @@ def test_a_rename_is_no_identity() -> None:
         {"half": ops.narrow(whole("mlp.gate", (3, 4)), 0, 0, 2)},
         {"twice": ops.concatenate([whole("mlp.gate", (3, 4))] * 2)},
         {"one": whole("mlp.gate", (3, 4)), "two": whole("mlp.gate", (3, 4))},
+        {"computed": Arrangement((3, 4), ())},
     ],
 )
 def test_what_cannot_be_undone(made: dict[str, Arrangement]) -> None:
@@ -118,6 +120,8 @@ def test_a_group_in_part_is_refused_for_a_whole_state() -> None:
 class Packed(nn.Module):
     """A model that holds the tensors of one of `MADE`, zeros at first."""
 
+    kconvert_file_packings: tuple[Packing, ...] = ()
+
     def __init__(self, name: str) -> None:
         super().__init__()
         self.mlp = nn.ParameterDict({key[4:]: nn.Parameter(torch.zeros_like(t)) for key, t in MADE[name][1].items()})
@@ -140,6 +144,11 @@ def test_stock_names_are_loaded_into_their_places(name: str) -> None:
 def test_another_shape_is_said() -> None:
     with pytest.raises(UsageError, match=r"'mlp.gate' is \[4, 3\], the model has \[3, 4\]"):
         Packed("joined").load_state_dict({"mlp.gate": GATE.T, "mlp.up": UP})
+    found = packings(MADE["joined"][0])
+    with pytest.raises(UsageError, match=r"'mlp.both' is \[8, 4\], the model has \[6, 4\]"):
+        unpack_state(found, {"mlp.both": torch.zeros(8, 4)})
+    with pytest.raises(UsageError, match=r"'mlp.up' is \[4, 4\], the model has \[3, 4\]"):
+        pack_state(found, {"mlp.gate": GATE, "mlp.up": torch.zeros(4, 4), "norm": torch.zeros(1)})
 
 
 # --- tensors ----------------------------------------------------------------------------------------

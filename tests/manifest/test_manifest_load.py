@@ -302,6 +302,13 @@ def test_unsafe_file_names_in_every_place_that_names_a_file(tmp_path: Path, name
         ("tensors.0.parts.0.origins.0.pieces.0.2", 95, f"the parts of {GATE_UP!r} do not add up"),
         ("tensors.0.parts.0.origins.0.shape", [11, 8], f"the parts of {GATE_UP!r} do not add up"),
         ("tensors.0.parts.0.origins.0.shape", [13, 8], f"96 elements of {GATE!r} are used, of 104"),
+        ("tensors.0.parts.0.pieces", [[0, 0, 48, 1, 1], [0, 48, 48, 1, 1]], f"an element of {GATE!r} is used twice"),
+        ("tensors.0.parts.0.pieces.0", [0, 0, 48, 1, 2, 2, 0, 1], f"an element of {GATE!r} is used twice"),
+        (
+            "tensors.0.parts.0.origins.0.pieces",
+            [[0, 0, 50, 1, 1], [48, 50, 46, 1, 1]],
+            f"an element of {GATE!r} is used twice",
+        ),
         ("tensors.0.patch", 1, "names patch 1"),
         ("tensors.0.patch", -1, "names patch -1"),
         ("patches.0.kind", "import", "is malformed"),

@@ -209,3 +209,44 @@ def test_the_nearest_name_is_no_name() -> None:
     paths = ["attn", "attn.q", "attn.q_norm", "attn.qkv2"]
     entries = [attention(0, "attn"), entry(1, ("X", "attn.q_norm")), entry(2, ("X", "attn.qkv2"))]
     check_conflicts(entries, claims(*entries, paths=paths, classes=None))
+
+
+MIXED = {**CLASSES, **{f"model.layers.{number}.mlp": "Experts" for number in range(3, 12)}}
+"""Dense layers 0 to 2, experts in the others."""
+
+
+def optional(*pairs: tuple[str, str], number: int = 0) -> Entry:
+    return replace(entry(number, *pairs), optional=True)
+
+
+def test_an_optional_entry_takes_the_modules_of_its_class() -> None:
+    dense = optional(("MLP", "model.layers.*.mlp"))
+    assert claims(dense, classes=MIXED) == tuple(Claim(0, (f"model.layers.{n}.mlp",)) for n in range(3))
+    strict = expect_refused(entry(0, ("MLP", "model.layers.*.mlp")), classes=MIXED)
+    assert "'model.layers.3.mlp' is a Experts, the recipe names MLP" in str(strict)
+    assert "optional: true" in str(strict)
+
+
+def test_an_optional_fusion_takes_whole_rows_only() -> None:
+    fused = optional(("Norm", "model.layers.*.norm"), ("MLP", "model.layers.*.mlp"))
+    found = claims(fused, classes=MIXED)
+    assert found == tuple(Claim(0, (f"model.layers.{n}.norm", f"model.layers.{n}.mlp")) for n in range(3))
+
+
+def test_an_optional_entry_may_take_nothing_beside_others() -> None:
+    norms = entry(0, ("Norm", "model.layers.*.norm"))
+    for pair in (("MLP", "model.layers.*.shared"), ("Other", "model.layers.*.mlp")):
+        assert {claim.entry for claim in claims(norms, optional(pair, number=1))} == {0}
+
+
+def test_an_optional_entry_that_means_nothing_in_the_model_is_refused() -> None:
+    norms = entry(0, ("Norm", "model.layers.*.norm"))
+    error = expect_refused(norms, optional(("MLPx", "model.layers.*.mpl"), number=1))
+    assert "path pattern 'model.layers.*.mpl' matches no module, and the model has no MLPx" in str(error)
+    assert "did you mean model.layers.*.mlp" in str(error)
+    assert error.where == "r.yaml:16"
+
+
+def test_a_recipe_of_optional_entries_that_take_nothing_is_refused() -> None:
+    error = expect_refused(optional(("Other", "model.layers.*.mlp")))
+    assert "no entry of the recipe matches a module" in str(error)

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import dot_natural_key
 
 from kconvert.convert import apply_recipe, draft_recipe
 from kconvert.errors import KconvertError, one_line
 from kconvert.runtime import load_converted
+from kconvert.runtime.stock_names import StockNames
 from tests.support import read_raw
 from tests.sweep.tiny import NotBuiltError, build_tiny, logits_of
 
@@ -42,8 +43,8 @@ class Outcome:
         kernels: layout to kernel ID (or `reference`) to the number of modules.
         reference: layout to the reasons why the reference runs.
         left_out: reason to the last names of the modules that the draft left out for it.
-        names: how the source's tensors are named: as the modules are (`same`), in names that transformers maps
-            (`mapped`), or in module names because it would join or split others while loading (`module`).
+        names: how the source's tensors are named: as the model's are (`same`), in names that transformers maps (`mapped`), or
+            in names of tensors of which it joins or splits some while loading (`joined`).
     """
 
     model_type: str
@@ -94,11 +95,9 @@ def check_type(model_type: str, directory: Path) -> Outcome:
 def _check(outcome: Outcome, directory: Path) -> None:
     model = build_tiny(outcome.model_type)
     outcome.class_name = type(model).__name__
-    joins = any(isinstance(rule, WeightConverter) for rule in get_model_conversion_mapping(model))
     source = directory / "source"
-    model.save_pretrained(source, save_original_format=not joins)
-    renamed = read_raw(source).keys() - model.state_dict().keys()
-    outcome.names = "module" if joins else "mapped" if renamed else "same"
+    model.save_pretrained(source)
+    outcome.names = _names(read_raw(source).keys(), model)
     stock = aligned(type(model).from_pretrained(source))
     expected = logits_of(stock)
     if not torch.equal(expected, logits_of(model)):
@@ -126,6 +125,15 @@ def _check(outcome: Outcome, directory: Path) -> None:
     found = sum(outcome.count(layout) for layout in outcome.kernels)
     _require(found == len(wanted), f"{len(wanted)} modules were drafted and {found} are patched")
     outcome.status = "equal"
+
+
+def _names(stored: Iterable[str], model: Any) -> str:
+    """How the names in the files are related to those of the model."""
+    namer = StockNames(model)
+    if namer.state.keys() >= {*stored}:
+        return "same"
+    patterns = [namer.rename(name)[1] for name in sorted(stored, key=dot_natural_key)]
+    return "joined" if any(patterns) else "mapped"
 
 
 def _note(notes: dict[str, list[str]], key: str, text: str) -> None:

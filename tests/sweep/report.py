@@ -23,7 +23,7 @@ _HEAD = """\
 Every model type that transformers {transformers} maps to a causal language model, with torch {torch} on a CPU in
 float32. For each type:
 
-1. A tiny model is built from the defaults of its config class, with random weights, and saved.
+1. A tiny model is built from the defaults of its config class, with random weights, and saved with `save_pretrained`.
 2. A recipe is drafted from it: every module where a layout fits and its reference gives the stock bits.
 3. The recipe is applied, with the structural check.
 4. The result is loaded with `kernels="reference"`: the logits must be those of the stock model, bit for bit.
@@ -47,9 +47,9 @@ _LEGEND = """
 
 - **gate/up**, **q/k/v**, **norms**: the number of modules with the layout, and what runs there on the CPU:
   a kernel (`swiglu`, `geglu`, `qkv`, `rmsnorm`), or the reference, which is the stock arithmetic on packed weights.
-- **names**: how the source's tensors were named. *same*: as the modules are. *mapped*: in names that transformers maps
-  while loading, and so does kconvert. *module*: transformers would join or split tensors while loading, which cannot
-  be written yet, so the source was saved with `save_original_format=False`.
+- **names**: how the source's tensors were named, which is how `save_pretrained` writes them. *same*: as the model's
+  are. *mapped*: in names that transformers maps while loading, and so does kconvert. *joined*: transformers also joins
+  or splits some of the tensors while loading, and kconvert does that in the conversion.
 - **result**: *equal*: all of the above holds. *nothing fits*: no module has the structure of a layout, or none
   qualifies; such a checkpoint is used as it is. *not built*: no tiny model that runs on token IDs was made, so nothing
   is known.

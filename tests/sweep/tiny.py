@@ -9,6 +9,7 @@ the reason; nothing is left out silently.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -228,7 +229,9 @@ def build_tiny(model_type: str, *, seed: int = 0) -> Any:
 def reason_of(error: Exception) -> str:
     """An error in one short line; a config class says on its last line what is wrong."""
     if isinstance(error, ImportError):
-        return "it needs a package that kconvert does not"  # which one depends on what else is installed
+        named = re.findall(r"requires the (\w+) library|No module named '(\w+)'", str(error))
+        # the last one: those before it are what it needs itself, and are named only where they are not installed
+        return f"it needs {''.join(named[-1]) if named else 'a package'}, which kconvert does not"
     text = " ".join(str(error).strip().splitlines()[-1:]).strip()
     return f"{type(error).__name__}: {text}"[:160]
 

@@ -8,7 +8,7 @@ import pytest
 
 from kconvert.errors import CheckpointError, RecipeError
 from kconvert.kernels.specs import layout_specs
-from kconvert.transforms import BoundRule, Collected, Concatenate, MappingRule, bind_mapping, bind_spec
+from kconvert.transforms import BoundRule, Collected, Concatenate, MappingRule, bind_mapping, bind_spec, complete_groups
 
 SPEC = layout_specs()["gated_mlp"]
 FUSED = layout_specs()["norm_gated_mlp"]
@@ -118,6 +118,18 @@ def test_a_mapping_needs_the_whole_group() -> None:
     assert f"'{MLP}.both.weight' needs a tensor that matches 'up_proj.weight'" in str(caught.value)
 
 
+@pytest.mark.parametrize("pattern", ["experts.*.w2.weight", r"experts.*.w2\.weight", "experts.*.weight"])
+def test_a_list_of_one(pattern: str) -> None:
+    """The number of the list is that in the place of the `*`, whatever numbers stand before and behind it."""
+    part = "w2." if "w2" in pattern else ""
+    name = f"model.layers.7.experts.0.{part}weight"
+    assert complete_groups("t", {pattern: [name]}, 1) == (Collected(pattern, (name,)),)
+    with pytest.raises(CheckpointError, match=rf"needs 'model\.layers\.7\.experts\.0\.{part}weight'"):
+        complete_groups("t", {pattern: [name.replace(".0.", ".1.")]})
+    with pytest.raises(CheckpointError, match="are no list of numbered tensors"):
+        complete_groups("t", {pattern: ["experts.weight"]})
+
+
 def test_a_match_begins_at_the_start_of_a_segment() -> None:
     with pytest.raises(RecipeError) as caught:
         bind_mapping([renaming("proj", "x")], [MLP], WEIGHTS[:1])
@@ -137,3 +149,26 @@ def test_two_names_must_not_become_one() -> None:
     assert f"both '{WEIGHTS[1]}' and '{WEIGHTS[2]}' become '{MLP}.x.weight'" in str(caught.value)
     with pytest.raises(RecipeError, match=r"makes 'model\.layers\.1\.mlp\.down_proj\.weight' twice"):
         bind_mapping([replace(JOIN, targets=("down_proj.weight",))], [MLP], WEIGHTS)
+
+
+# --- rules that are applied to what they made -----------------------------------------------------------
+
+
+def test_a_prefix_that_is_gone_is_not_taken_again() -> None:
+    """A11: `encoder.layers` becomes `layers` once, and stays that."""
+    rules = [renaming(r"encoder\.layers", "layers")]
+    (once,) = bind_mapping(rules, ["model"], ["model.encoder.layers.0.weight"])
+    assert once == BoundRule.renamed("model.encoder.layers.0.weight", "model.layers.0.weight")
+    (twice,) = bind_mapping(rules, ["model"], [once.target])
+    assert twice == BoundRule.renamed(once.target, once.target)
+
+
+def test_a_suffix_that_is_in_its_own_result_is_refused_the_second_time() -> None:
+    """A11: not `lm_lm_head.weight`."""
+    rules = [renaming(r"head\.weight", "lm_head.weight")]
+    (once,) = bind_mapping(rules, ["model"], ["model.head.weight"])
+    assert once == BoundRule.renamed("model.head.weight", "model.lm_head.weight")
+    with pytest.raises(
+        RecipeError, match=r"would match 'model\.lm_head\.weight' inside a name segment, at 'head\.weight'"
+    ):
+        bind_mapping(rules, ["model"], [once.target])

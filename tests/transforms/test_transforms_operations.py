@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import core_model_loading as stock
 
+from kconvert.kernels.rearrange import rearrange
 from kconvert.transforms import (
     BoundRule,
     Chunk,
@@ -193,3 +194,20 @@ def test_a_transpose_that_only_turns_what_does_not_fit() -> None:
     for shape, stays in (((3, 5), True), ((5, 3), False)):
         made = rule.arrange({"a": whole("a", (3, 5))}, {"b": shape}.get)["b"]
         assert (made.shape, made.is_whole((3, 5))) == (shape, stays)
+
+
+def test_gate_and_up_that_lie_in_turn_by_value() -> None:
+    """A4: x = [1, -1], gate = I, up = 2 I, stored as g0 u0 g1 u1; cut in halves the same tensor gives other values."""
+    gate, up = torch.eye(2), 2 * torch.eye(2)
+    stored = {"gate_up": torch.stack([gate, up], dim=1).reshape(4, 2)}
+    assert stored["gate_up"].tolist() == [[1, 0], [2, 0], [0, 1], [0, 2]]
+
+    def result(*operations: Operation) -> list[float]:
+        rule = BoundRule((Collected("gate_up", ("gate_up",)),), "gate", operations, ("gate", "up"))
+        made = rule.arrange({"gate_up": whole("gate_up", (4, 2))}, lambda name: None)
+        rows = {name: rearrange(arrangement, stored) for name, arrangement in made.items()}
+        hidden = torch.tensor([1.0, -1.0])
+        return (torch.nn.functional.silu(rows["gate"] @ hidden) * (rows["up"] @ hidden)).tolist()
+
+    assert result(Interleave(0), Chunk(0)) == pytest.approx([1.4621, 0.5379], abs=1e-4)
+    assert result(Chunk(0)) == pytest.approx([-0.7311, -3.5232], abs=1e-4)
