@@ -41,7 +41,7 @@ __all__ = ["bake", "check_stable_names"]
 
 @dataclass
 class _Group:
-    """What becomes the tensor `target`, and others with it: names by source pattern, and the rule; None for a rename."""
+    """What becomes the tensor `target`, and others with it: names by source pattern, and the rule."""
 
     target: str
     converter: Any

@@ -210,6 +210,12 @@ def _import(patch: Patch, reference: KernelRef, recipe: Recipe, trust: _Trust) -
     if reference.kind == "hub":
         from kconvert.kernels.hub import fetch_package, find_lock, is_trusted_owner
 
+        if (base / reference.source).is_dir():
+            # asking the Hub for a name that is meant as a folder would bring a stranger's code
+            raise RecipeError(
+                f"{reference.source!r} is a folder beside the recipe, and without ./ it means a repository of the Hub",
+                fix=f"write ./{reference.text}, or move the folder if the repository is meant",
+            )
         is_trusted = is_trusted_owner(reference.source)
         _check_recipe_trust(patch, reference, is_trusted=is_trusted)
         lock = find_lock((base, Path()))

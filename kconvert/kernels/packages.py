@@ -322,6 +322,9 @@ def import_package(package: PackageCopy, class_name: str, *, needs_layout: bool 
     where = f"kernel package {package.package_id!r}"
     if not isinstance(kernel, type):
         raise RecipeError(f"{where} has no class {class_name}", fix=f"define class {class_name} in layers.py")
+    own = class_name.removesuffix("Layout")
+    if layout is None and own != class_name and isinstance(getattr(home, own, None), type):
+        raise RecipeError(f"{where}: {class_name} is the layout of {own}", fix=f"name the kernel, {own}")
     if layout is None:
         _check_no_other_layout(home, class_name, where)
     if layout is None and not needs_layout:

@@ -216,9 +216,7 @@ def _factor(piece: Piece, block: int) -> Iterator[Piece]:
         )
 
 
-def _place(
-    made: Arrangement, shape: tuple[int, ...], strides: Sequence[int], start: int = 0, source: str | None = None
-) -> Iterator[Piece]:
+def _place(made: Arrangement, strides: Sequence[int], start: int = 0) -> Iterator[Piece]:
     """The pieces in a target in which axis number i of `made` moves by `strides[i]`, beginning at `start`."""
     if not made.size:
         yield from (_normal(piece) for piece in made.pieces)
@@ -263,7 +261,7 @@ def concatenate(parts: Sequence[Arrangement], axis: int = 0) -> Arrangement:
     pieces = (
         piece
         for part, start in zip(parts, starts, strict=False)
-        for piece in _place(part, shape, strides, start * strides[axis])
+        for piece in _place(part, strides, start * strides[axis])
     )
     return Arrangement(shape, tuple(pieces))
 
@@ -360,7 +358,7 @@ def permute(made: Arrangement, order: Sequence[int]) -> Arrangement:
     shape = tuple(made.shape[axis] for axis in order)
     after = _strides(shape)
     strides = [after[order.index(axis)] for axis in range(len(shape))]
-    return Arrangement(shape, tuple(_place(made, shape, strides)))
+    return Arrangement(shape, tuple(_place(made, strides)))
 
 
 def transpose(made: Arrangement, one: int, two: int) -> Arrangement:

@@ -50,7 +50,7 @@ def _refused(directory: Path, body: str, source: Path, patches: str) -> tuple[in
     ("body", "kernel", "said"),
     [
         (NORM, "./package:norm", "no class norm"),
-        (NORM, "./package:NormLayout", "NormLayoutLayout beside NormLayout"),
+        (NORM, "./package:NormLayout", "NormLayout is the layout of Norm; name the kernel, Norm"),
         (NORM_KERNEL, "./package:Norm", "no torch.nn.Module class NormLayout"),
         (NORM_LAYOUT, "./package:Norm", "no class Norm"),
         (NORM.replace("class NormLayout(nn.Module)", "class NormLayout"), "./package:Norm", "no torch.nn.Module"),
@@ -412,3 +412,14 @@ def test_ops_that_do_not_fit_what_they_are_given(operation: str, said: str, tmp_
     assert said in text
     assert f"{NORM_PATH}.packed" in text
     assert f"{tmp_path / 'recipe.yaml'}:5" in text
+
+
+def test_a_folder_that_looks_like_a_repository(tmp_path: Path, qwen3_dir: Path) -> None:
+    """Without ./ the Hub would be asked for it."""
+    write_package(tmp_path / "mine", NORM, "norm")
+    with pytest.raises(KconvertError) as caught:
+        run_recipe(tmp_path, replace("mine/norm:Norm"), qwen3_dir)
+    code, text = failure(caught.value)
+    assert code == 3
+    assert "'mine/norm' is a folder beside the recipe" in text
+    assert "write ./mine/norm:Norm" in text
