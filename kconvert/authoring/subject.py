@@ -184,9 +184,7 @@ def build_trials(prepared: Prepared, model_dir: Path, device: str) -> tuple[list
             for name, found in calls.items()
             if paths[0] in found
         }
-        mine = tuple(
-            packing for packing in packings[number] if any(name.startswith(f"{paths[0]}.") for name in packing.targets)
-        )
+        mine = tuple(packing for packing in packings[number] if packing.is_in(paths[0]))
         trials.append(_trial(model, paths, mine, packages[number].classes, job.arguments.get(paths[0]), inputs))
     return trials, failure
 

@@ -152,25 +152,31 @@ def check_stable_names(model: Any, names: Collection[str], where: str) -> None:
         CheckpointError: naming both.
     """
     namer = StockNames(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in namer.state.items()}
     for name in sorted(names, key=dot_natural_key):
         renamed, pattern = namer.rename(name)
         fault = None
         if renamed in namer.state and renamed != name:
             fault = f"transformers would load {name!r} as {renamed!r}, though the names are the model's own"
-        elif pattern is not None and name in namer.state and not _is_kept(name, pattern, namer, model):
+        elif (
+            pattern is not None
+            and name in namer.state
+            and not _is_kept(Collected(pattern, (name,)), namer.converter(pattern), shapes, model)
+        ):
             fault = f"transformers would convert {name!r} again when it loads it"
         if fault is not None:
             raise CheckpointError(fault, where=where, fix="this model type cannot be stored under its module names")
 
 
-def _is_kept(name: str, pattern: str, namer: StockNames, model: Any) -> bool:
+def _is_kept(taken: Collected, converter: Any, shapes: Mapping[str, tuple[int, ...]], model: Any) -> bool:
     """Whether the converter that takes a tensor of the model, under its own name, leaves it as it is."""
-    converter = namer.converter(pattern)
-    shapes = {key: tuple(tensor.shape) for key, tensor in namer.state.items()}
+    (name,) = taken.names
+    before = {name: whole(name, shapes[name])}
     try:
         operations = operations_of(converter, lambda: model.config)
-        rule = BoundRule((Collected(pattern, (name,)),), name, operations, tuple(converter.target_patterns))
-        made = rule.arrange({name: whole(name, shapes[name])}, shapes.get)
+        return (
+            BoundRule((taken,), name, operations, tuple(converter.target_patterns)).arrange(before, shapes.get)
+            == before
+        )
     except (UnknownOpError, ShapeError):
         return False
-    return made == {name: whole(name, shapes[name])}

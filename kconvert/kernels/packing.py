@@ -45,6 +45,10 @@ class Packing:
             {f"{prefix}{name}": _renamed(made, add=prefix) for name, made in self.sources.items()},
         )
 
+    def is_in(self, path: str) -> bool:
+        """Whether a packed tensor of it lies in the module at `path`."""
+        return any(name.startswith(f"{path}.") for name in self.targets)
+
     @property
     def is_rename(self) -> bool:
         """Whether nothing is changed but the name."""

@@ -9,13 +9,13 @@ hold mostly what is not wanted is read in smaller ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kconvert.errors import CheckpointError
 from kconvert.rewrite.cast import Cast
-from kconvert.transforms import Dim, Piece
+from kconvert.transforms import Piece
 
 if TYPE_CHECKING:
     import numpy as np
@@ -138,18 +138,6 @@ def _copy(gather: Gather, each: GatherPiece, part: Piece, made: Array, start: in
     place[...] = source
 
 
-def _steps(piece: Piece, number: int, begin: int, end: int) -> Piece:
-    """The piece with steps `begin` to `end` of dim `number` only."""
-    dim = piece.dims[number]
-    kept = (Dim(end - begin, *dim[1:]),) if end - begin > 1 else ()
-    return replace(
-        piece,
-        source_start=piece.source_start + begin * dim.source_stride,
-        target_start=piece.target_start + begin * dim.target_stride,
-        dims=(*piece.dims[:number], *kept, *piece.dims[number + 1 :]),
-    )
-
-
 def _inside(piece: Piece, start: int, end: int) -> Iterator[Piece]:
     """The parts of a piece whose targets lie from `start` to `end`."""
     if not piece.size or piece.target_end <= start or piece.target_start >= end:
@@ -167,9 +155,9 @@ def _inside(piece: Piece, start: int, end: int) -> Iterator[Piece]:
         whole_first = whole_last = last
     for begin, stop in ((first, whole_first), (whole_last, last)):
         for step in range(begin, stop):
-            yield from _inside(_steps(piece, 0, step, step + 1), start, end)
+            yield from _inside(piece.steps(0, step, step + 1), start, end)
     if whole_first < whole_last:
-        yield _steps(piece, 0, whole_first, whole_last)
+        yield piece.steps(0, whole_first, whole_last)
 
 
 def _ranges(piece: Piece, most: int) -> Iterator[Piece]:
@@ -185,7 +173,7 @@ def _ranges(piece: Piece, most: int) -> Iterator[Piece]:
     if inner <= most and dim.source_stride * dim.size <= _SPARSE * piece.size:
         together = max((most - inner) // dim.source_stride + 1, 1)
     for begin in range(0, dim.size, together):
-        part = _steps(piece, number, begin, min(begin + together, dim.size))
+        part = piece.steps(number, begin, min(begin + together, dim.size))
         if together > 1 or not part.dims:
             yield part
         else:

@@ -88,11 +88,6 @@ class PatchedOnInit(ConvertedModel):
         for number, patch in enumerate(job.patches):
             for paths in patch.record.modules:
                 modules = _modules(model, patch, paths)
-                here = [
-                    packing
-                    for packing in packings[number]
-                    if any(name.startswith(f"{paths[0]}.") for name in packing.targets)
-                ]
                 if patch.layout is not None:
                     _check_fit(job.manifest, patch.layout, modules, paths)
                     packed = patch.layout.patch(modules)
@@ -102,6 +97,7 @@ class PatchedOnInit(ConvertedModel):
                 arguments = None
                 if patch.record.kind == "replace":
                     arguments = fit_arguments(type(modules[0]), layout, *calls.arguments(modules[0]))
+                here = [packing for packing in packings[number] if packing.is_in(paths[0])]
                 packed = build_package_module(layout, modules, paths, here, arguments)
                 job.arguments[paths[0]], job.members[paths[0]] = arguments, tuple(modules)
                 place_layout(model, paths, packed, patch.record.layout.name)
@@ -198,7 +194,7 @@ def resolve_layout(record: PatchRecord, packings: Sequence[Packing]) -> type[Lay
             fix="convert again",
         )
     for paths in record.modules:
-        inside = [packing for packing in packings if any(name.startswith(f"{paths[0]}.") for name in packing.targets)]
+        inside = [packing for packing in packings if packing.is_in(paths[0])]
         shapes = {source: made.shape for packing in inside for source, made in packing.sources.items()}
         found = {target: made for packing in inside for target, made in packing.targets.items()}
         expected: dict[str, Arrangement] = {}

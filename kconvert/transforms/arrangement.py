@@ -91,6 +91,17 @@ class Piece:
         """One past the last element in the target."""
         return self.target_start + sum((dim.size - 1) * dim.target_stride for dim in self.dims) + 1
 
+    def steps(self, number: int, begin: int, end: int) -> Piece:
+        """The piece with steps `begin` to `end` of dim `number` only."""
+        dim = self.dims[number]
+        kept = (Dim(end - begin, *dim[1:]),) if end - begin > 1 else ()
+        return replace(
+            self,
+            source_start=self.source_start + begin * dim.source_stride,
+            target_start=self.target_start + begin * dim.target_stride,
+            dims=(*self.dims[:number], *kept, *self.dims[number + 1 :]),
+        )
+
     def numbers(self) -> tuple[int, ...]:
         """As plain numbers: both starts, then size and both strides of each dim."""
         return (self.source_start, self.target_start, *(number for dim in self.dims for number in dim))
@@ -204,16 +215,7 @@ def _factor(piece: Piece, block: int) -> Iterator[Piece]:
     at = -(-(block - first) // dim.target_stride) if first else dim.size // per_block * per_block
     at = min(max(at, 1), dim.size - 1)
     for begin, end in ((0, at), (at, dim.size)):
-        dims = (*piece.dims[:number], Dim(end - begin, *dim[1:]), *piece.dims[number + 1 :])
-        yield from _factor(
-            replace(
-                piece,
-                source_start=piece.source_start + begin * dim.source_stride,
-                target_start=piece.target_start + begin * dim.target_stride,
-                dims=tuple(each for each in dims if each.size != 1),
-            ),
-            block,
-        )
+        yield from _factor(piece.steps(number, begin, end), block)
 
 
 def _place(made: Arrangement, strides: Sequence[int], start: int = 0) -> Iterator[Piece]:
@@ -311,25 +313,12 @@ def _cut(piece: Piece, at: int) -> Iterator[Piece]:
     clean = max((at - piece.target_start - inner - 1) // dim.target_stride + 1, 0)  # steps that end before `at`
     bounds = sorted({0, min(clean, dim.size), min(whole_steps, dim.size), dim.size})
     for begin, end in pairwise(bounds):
-        part = replace(
-            piece,
-            source_start=piece.source_start + begin * dim.source_stride,
-            target_start=piece.target_start + begin * dim.target_stride,
-            dims=(Dim(end - begin, *dim[1:]), *rest) if end - begin > 1 else tuple(rest),
-        )
+        part = piece.steps(0, begin, end)
         if part.target_end <= at or part.target_start >= at or end - begin == 1:
             yield from _cut(part, at)
         else:
-            for step in range(end - begin):
-                yield from _cut(
-                    replace(
-                        part,
-                        source_start=part.source_start + step * dim.source_stride,
-                        target_start=part.target_start + step * dim.target_stride,
-                        dims=tuple(rest),
-                    ),
-                    at,
-                )
+            for step in range(begin, end):
+                yield from _cut(piece.steps(0, step, step + 1), at)
 
 
 def split(made: Arrangement, sizes: Sequence[int], axis: int = 0) -> list[Arrangement]:
