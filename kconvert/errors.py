@@ -31,6 +31,10 @@ __all__ = [
 ]
 
 
+_MOST_LETTERS = 4000
+"""Of what is wrong: it may quote a name out of a file, and that may be as long as the file."""
+
+
 def one_line(error: BaseException) -> str:
     """An error that is not ours as `Type: first line of its text`."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')}"
@@ -56,6 +60,7 @@ class KconvertError(Exception):
         fix: str | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> None:
+        what = what if len(what) <= _MOST_LETTERS else f"{what[: _MOST_LETTERS - 3]}..."
         self.what, self.where, self.fix = what, where, fix
         self.details = dict(details or {})
         text = f"{where}: {what}" if where else what

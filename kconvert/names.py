@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import TypeAlias
 
 __all__ = [
     "CONFIG_NAME",
@@ -20,8 +22,10 @@ __all__ = [
     "STOCK_INDEX_NAME",
     "STOCK_SINGLE_NAME",
     "VARIANT",
+    "NaturalKey",
     "is_own_name",
     "is_stock_weight_name",
+    "modules_above",
     "natural_key",
     "near_misses",
     "parents",
@@ -95,16 +99,22 @@ def unsafe_name_reason(name: object) -> str | None:
     return None
 
 
-def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+NaturalKey: TypeAlias = tuple[tuple[int, int, str], ...]
+
+
+def natural_key(name: str) -> NaturalKey:
     """A sort key that orders the numbers in a dotted name as numbers: `layers.2` before `layers.10`.
 
     Different names have different keys (`layers.02` is not `layers.2`), so that a sort never depends on the input
     order.  Digits beyond 18 are text: Python refuses to read an endless number, and a header may hold one.
     """
-    return tuple(
-        (0, int(part), part) if part.isdecimal() and part.isascii() and len(part) <= 18 else (1, 0, part)
-        for part in name.split(".")
-    )
+    return tuple(map(_segment_key, name.split(".")))
+
+
+@lru_cache(maxsize=1024)  # names that stand near each other have nearly all their segments in common
+def _segment_key(part: str) -> tuple[int, int, str]:
+    is_number = part.isdecimal() and part.isascii() and len(part) <= 18
+    return (0, int(part), part) if is_number else (1, 0, part)
 
 
 def parents(name: str) -> Iterator[str]:
@@ -112,6 +122,20 @@ def parents(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
+
+
+_MAX_DEPTH = 32
+"""The most segments of a module path that is looked at; a header may hold names of millions."""
+
+
+def modules_above(name: str) -> Iterator[str]:
+    """The module paths above a tensor, the outermost first: `a`, `a.b` for `a.b.c`; none of more than 32 segments."""
+    end = name.find(".")
+    for _ in range(_MAX_DEPTH):
+        if end < 0:
+            return
+        yield name[:end]
+        end = name.find(".", end + 1)
 
 
 def starred(path: str) -> str:

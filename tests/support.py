@@ -9,7 +9,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -18,9 +18,9 @@ import pytest
 import torch
 from safetensors import deserialize
 
-from kconvert.convert import ApplyResult, apply_recipe
+from kconvert.convert import ApplyResult, Options, apply_recipe
 from kconvert.errors import KconvertError
-from kconvert.manifest import Manifest
+from kconvert.manifest import Manifest, sha256_digest
 
 __all__ = [
     "LAYER_SHAPES",
@@ -329,8 +329,9 @@ def save_tiny(
 
 
 def convert(recipe: str | Path, source: Path, output: Path, **kw: Any) -> ApplyResult:
-    """`apply_recipe` for a shipped recipe's name or a recipe file."""
-    return apply_recipe(str(recipe), source, output, **kw)
+    """`apply_recipe` for a shipped recipe's name or a recipe file; `kw` may hold what `Options` does."""
+    options = Options(**{field.name: kw.pop(field.name) for field in fields(Options) if field.name in kw})
+    return apply_recipe(str(recipe), source, output, options=options, **kw)
 
 
 def check_refused(
@@ -370,11 +371,13 @@ def manifest_bytes(*sidecars: str, written_by: str = "apply") -> bytes:
         carried=(),
         omitted=(),
         sidecars=sidecars,
+        sidecar_digests=dict.fromkeys(sidecars, sha256_digest(b"")),
         weight_files=(),
         source_files=(),
         source_headers=None,
         source_headers_digest=None,
         written_by=written_by,
+        digests=None,
     ).to_bytes()
 
 

@@ -99,6 +99,7 @@ def test_import_is_light() -> None:
         ["list-kernels", "--no-probe"],
         ["check-kernel", "--help"],
         ["new-kernel", "--help"],
+        ["revert", "--help"],
     ],
     ids=" ".join,
 )
@@ -118,3 +119,10 @@ def test_apply_without_model_check_is_light(checkpoint: Path, tmp_path: Path) ->
     output = tmp_path / "converted"
     run_fresh(["apply", "qwen3", str(checkpoint), "-o", str(output), "--no-model-check"])
     assert (output / "kconvert_manifest.json").is_file()
+
+
+def test_revert_is_light(checkpoint: Path, tmp_path: Path) -> None:
+    converted, output = tmp_path / "converted", tmp_path / "again"
+    run_fresh(["apply", "qwen3", str(checkpoint), "-o", str(converted), "--no-model-check"])
+    run_fresh(["revert", str(converted), "-o", str(output)])
+    assert (output / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()

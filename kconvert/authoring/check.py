@@ -17,7 +17,7 @@ from kconvert.authoring.numbers import check_gradient, check_inverse, check_nume
 from kconvert.authoring.report import Check, CheckReport, Outcome, worst_first
 from kconvert.authoring.subject import OWN_RECIPE, KernelPath, Trial, build_trials, recipe_for
 from kconvert.checkpoint import Checkpoint, open_checkpoint
-from kconvert.convert.prepare import Prepared, prepare_recipe
+from kconvert.convert.prepare import Prepared, check, open_source
 from kconvert.convert.resolve import ResolvedRecipe, resolve_recipe
 from kconvert.convert.stock import build_stock_model
 from kconvert.errors import CheckpointError, KconvertError, KernelRefusedError, RecipeError, one_line
@@ -97,7 +97,7 @@ def _prepare(recipe: Recipe, resolved: ResolvedRecipe, model_dir: Path, checks: 
     """Everything that `apply` checks before it writes."""
     checkpoint = open_checkpoint(model_dir)
     try:
-        prepared = prepare_recipe(recipe, model_dir, resolved=resolved)
+        prepared = check(open_source(recipe, model_dir, resolved=resolved))
     except (CheckpointError, RecipeError, KernelRefusedError) as error:
         if checkpoint.quantization is not None or checkpoint.model_type not in recipe.model_type:
             raise

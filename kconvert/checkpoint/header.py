@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import struct
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from kconvert.errors import CheckpointError
 
@@ -40,13 +42,13 @@ MAX_HEADER_BYTES = 100_000_000
 _MAX_COUNT = 2**60
 _ALIGNMENT = 64
 _METADATA = "__metadata__"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _LFS_START = b"version "
 _DAMAGED = "download or save the file again"
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor of a file; `offset` counts from the start of the file, not from the end of the header."""
 
     name: str
@@ -68,6 +70,11 @@ class Header:
     def data_offset(self) -> int:
         """Where the data begins: 8 length bytes and the JSON."""
         return 8 + len(self.raw)
+
+    @property
+    def prefix(self) -> bytes:
+        """The first bytes of the file: the 8 length bytes and the JSON."""
+        return struct.pack("<Q", len(self.raw)) + self.raw
 
 
 def read_header(path: Path) -> Header:
@@ -127,9 +134,12 @@ def _header_length(start: bytes, file_bytes: int, where: str) -> int:
 
 def parse_header(raw: bytes, *, data_bytes: int, where: str) -> Header:
     """Parse header JSON for a file that holds `data_bytes` after it; `where` names the file in errors."""
+    if len(raw) > MAX_HEADER_BYTES:
+        _refuse(f"header of {len(raw)} bytes, more than the {MAX_HEADER_BYTES} allowed", where)
     if not raw.startswith(b"{"):
         _refuse("header does not begin with '{'", where)
-    fields = parse_json_object(raw, what="header", where=where)
+    # `-0` is 0 to Python, and no size to safetensors
+    fields = parse_json_object(raw, what="header", where=where, parse_int=_parse_size if b"-0" in raw else int)
     metadata = _parse_metadata(fields.pop(_METADATA), where) if _METADATA in fields else None
     data_offset = 8 + len(raw)
     entries = [_parse_entry(name, entry, data_offset, where) for name, entry in fields.items()]
@@ -138,7 +148,13 @@ def parse_header(raw: bytes, *, data_bytes: int, where: str) -> Header:
     return Header(raw=raw, metadata=metadata, tensors=tuple(entries))
 
 
-def parse_json_object(raw: bytes, *, what: str, where: str) -> dict[str, Any]:
+def _parse_size(text: str) -> int:
+    if text.startswith("-"):
+        raise ValueError(f"{text} is no size")
+    return int(text)
+
+
+def parse_json_object(raw: bytes, *, what: str, where: str, parse_int: Callable[[str], int] = int) -> dict[str, Any]:
     """Parse UTF-8 JSON that must be one object without duplicate keys.
 
     `NaN` and `Infinity` are read, because transformers writes them into some configs.
@@ -147,9 +163,10 @@ def parse_json_object(raw: bytes, *, what: str, where: str) -> dict[str, Any]:
         raw: the bytes of the document.
         what: how errors call the document.
         where: the file that errors name.
+        parse_int: what reads a whole number; a ValueError of it refuses the document.
     """
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_int=parse_int)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is not valid JSON: {error}", where=where, fix=_DAMAGED) from error
     if not isinstance(value, dict):
@@ -158,11 +175,10 @@ def parse_json_object(raw: bytes, *, what: str, where: str) -> dict[str, Any]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"duplicate key {key!r}")
-        result[key] = value
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"duplicate key {next(key for key, count in counts.items() if count > 1)!r}")
     return result
 
 
@@ -175,13 +191,15 @@ def _parse_metadata(value: object, where: str) -> dict[str, str]:
 def _parse_entry(name: str, fields: object, data_offset: int, where: str) -> TensorEntry:
     if not _is_text(name):
         _refuse(f"tensor name {name!r} is not valid UTF-8", where)
-    if not isinstance(fields, dict) or set(fields) != _FIELDS:
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         _refuse(f"tensor {name!r} has other fields than dtype, shape and data_offsets", where)
     dtype = fields["dtype"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         _refuse(f"tensor {name!r} has the unknown dtype {dtype!r}", where)
-    shape = _parse_sizes(fields["shape"], f"shape of tensor {name!r}", where)
-    offsets = _parse_sizes(fields["data_offsets"], f"data_offsets of tensor {name!r}", where)
+    shape, offsets = _sizes_of(fields["shape"]), _sizes_of(fields["data_offsets"])
+    if shape is None or offsets is None:
+        wrong = "shape" if shape is None else "data_offsets"
+        _refuse(f"{wrong} of tensor {name!r} is not a list of sizes from 0 to 2**60", where)
     if len(offsets) != 2:
         _refuse(f"data_offsets of tensor {name!r} are not two numbers", where)
     try:
@@ -193,10 +211,14 @@ def _parse_entry(name: str, fields: object, data_offset: int, where: str) -> Ten
     return TensorEntry(name, dtype, shape, data_offset + offsets[0], size_bytes)
 
 
-def _parse_sizes(value: object, what: str, where: str) -> tuple[int, ...]:
-    # `type` and not `isinstance`: a bool is an int.
-    if not isinstance(value, list) or not all(type(size) is int and 0 <= size <= _MAX_COUNT for size in value):
-        _refuse(f"{what} is not a list of sizes from 0 to 2**60", where)
+def _sizes_of(value: object) -> tuple[int, ...] | None:
+    """A list of sizes, or None where it is none."""
+    if not isinstance(value, list):
+        return None
+    for size in value:
+        # `type` and not `isinstance`: a bool is an int.
+        if type(size) is not int or not 0 <= size <= _MAX_COUNT:
+            return None
     return tuple(value)
 
 
@@ -227,7 +249,7 @@ def _check_contiguous(entries: Sequence[TensorEntry], begin: int, end: int, wher
 def _is_text(value: object) -> bool:
     if not isinstance(value, str):
         return False
-    return not any("\ud800" <= letter <= "\udfff" for letter in value)
+    return value.isascii() or _SURROGATE.search(value) is None
 
 
 def _refuse(what: str, where: str) -> NoReturn:
@@ -250,12 +272,15 @@ def build_header(
         CheckpointError: what `read_header` would refuse: an unknown dtype, a size that does not match the shape,
             a name that comes twice, or a header beyond 100 MB.
     """
-    fields: dict[str, Any] = {} if metadata is None else {_METADATA: dict(sorted(metadata.items()))}
-    begin = 0
+    begin, where = 0, "header to be written"
+    fields: dict[str, Any] = {}
+    if metadata is not None:
+        fields[_METADATA] = _parse_metadata(dict(sorted(metadata.items())), where)
     for name, dtype, shape, size_bytes in tensors:
         if name in fields or name == _METADATA:
             raise CheckpointError(f"tensor name {name!r} comes twice or is reserved")
         fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + size_bytes]}
+        _parse_entry(name, fields[name], 0, where)
         begin += size_bytes
     try:
         text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
@@ -263,6 +288,8 @@ def build_header(
         raise CheckpointError(f"a tensor name or the metadata is not valid UTF-8: {error}") from error
     raw = text + b" " * (-(len(text) + 8) % _ALIGNMENT)
     if len(raw) > MAX_HEADER_BYTES:
-        raise CheckpointError(f"header of {len(raw)} bytes for {len(tensors)} tensors", fix="use smaller shards")
-    parse_header(raw, data_bytes=begin, where="header to be written")
+        raise CheckpointError(
+            f"header of {len(raw)} bytes for {len(tensors)} tensors, more than the {MAX_HEADER_BYTES} allowed",
+            fix="use smaller shards: --max-shard-size",
+        )
     return struct.pack("<Q", len(raw)) + raw

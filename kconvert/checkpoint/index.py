@@ -17,7 +17,7 @@ from kconvert.checkpoint.header import file_problem, parse_json_object
 from kconvert.errors import CheckpointError
 from kconvert.names import natural_key, unsafe_name_reason
 
-__all__ = ["Index", "build_index", "read_index"]
+__all__ = ["Index", "build_index", "parse_index", "read_index"]
 
 MAX_INDEX_BYTES = 256 * 1024 * 1024
 
@@ -37,8 +37,11 @@ def read_index(path: Path) -> Index:
     Raises:
         CheckpointError: missing, too large, not valid JSON, no weight map, or a file name that is refused.
     """
-    where = str(path)
-    raw = read_bounded(path, MAX_INDEX_BYTES)
+    return parse_index(read_bounded(path, MAX_INDEX_BYTES), where=str(path))
+
+
+def parse_index(raw: bytes, *, where: str) -> Index:
+    """Parse the text of an index; `where` names its file in errors."""
     fields = parse_json_object(raw, what="index", where=where)
     metadata = fields.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):

@@ -13,14 +13,15 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from kconvert.checkpoint.header import Header, file_problem, parse_json_object, read_header
 from kconvert.checkpoint.index import Index, read_bounded, read_index
 from kconvert.checkpoint.stamp import FileStamp, check_stamp
 from kconvert.errors import CheckpointError
+from kconvert.garbage import collector_stopped
 from kconvert.names import (
     CONFIG_NAME,
     KERNELS_DIR,
@@ -59,8 +60,11 @@ class SourceFile:
     stamp: FileStamp
 
 
-@dataclass(frozen=True)
-class SourceTensor:
+_EXACT = frozenset({("F16", "F32"), ("BF16", "F32")})
+"""(source, target) of the conversions that keep every value."""
+
+
+class SourceTensor(NamedTuple):
     """A tensor and where its bytes lie: `size_bytes` at the absolute `offset` of the `SourceFile` named `file`."""
 
     name: str
@@ -69,6 +73,10 @@ class SourceTensor:
     file: str
     offset: int
     size_bytes: int
+
+    def is_rounded_to(self, dtype: str) -> bool:
+        """Whether values are lost where it is stored in the float dtype `dtype`."""
+        return self.dtype != dtype and (self.dtype, dtype) not in _EXACT
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,7 @@ class Checkpoint:
         return quantization_of(self.config)
 
 
+@collector_stopped()
 def open_checkpoint(model_dir: Path) -> Checkpoint:
     """Read config, index and headers of a model directory; reads no tensor data.
 
@@ -119,11 +128,11 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     index_name, index, file_names = _choose_weights(model_dir, config, names)
     if index is not None and index_name is not None:
         _check_shards_exist(model_dir, index, model_dir / index_name)
-    files = tuple(_open_file(model_dir, name) for name in sorted(file_names, key=natural_key))
-    tensors = _collect_tensors(files, model_dir)
+    files = tuple(open_file(model_dir, name) for name in sorted(file_names, key=natural_key))
+    tensors = collect_tensors({file.name: file.header for file in files}, where=str(model_dir))
     warnings: tuple[str, ...] = ()
     if index is not None and index_name is not None:
-        warnings = _check_index(index, tensors, model_dir / index_name)
+        warnings = check_index(index, tensors, where=str(model_dir / index_name))
     if "adapter_config.json" in names:
         warnings += ("adapter_config.json: only the base weights are converted; merge the adapter first to keep it",)
     return Checkpoint(model_dir, config, config_bytes, files, tensors, index, index_name, warnings)
@@ -273,7 +282,12 @@ def _check_shards_exist(model_dir: Path, index: Index, index_path: Path) -> None
             )
 
 
-def _open_file(model_dir: Path, name: str) -> SourceFile:
+def open_file(model_dir: Path, name: str) -> SourceFile:
+    """Read the header of a weight file.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or changes meanwhile.
+    """
     path = model_dir / name
     problem = file_problem(path)
     if problem:
@@ -285,37 +299,44 @@ def _open_file(model_dir: Path, name: str) -> SourceFile:
     return SourceFile(name=name, path=path, size_bytes=end, header=header, stamp=stamp)
 
 
-def _collect_tensors(files: Sequence[SourceFile], model_dir: Path) -> Mapping[str, SourceTensor]:
+def collect_tensors(headers: Mapping[str, Header], *, where: str) -> Mapping[str, SourceTensor]:
+    """The tensors of files by name, in natural order; `headers` are by file name, `where` names their folder in errors.
+
+    Raises:
+        CheckpointError: a tensor is in two files.
+    """
     found: dict[str, SourceTensor] = {}
-    for file in files:
-        for entry in file.header.tensors:
+    for file, header in headers.items():
+        for entry in header.tensors:
             if entry.name in found:
                 raise CheckpointError(
-                    f"tensor {entry.name!r} is in two files, {found[entry.name].file} and {file.name}",
-                    where=str(model_dir),
+                    f"tensor {entry.name!r} is in two files, {found[entry.name].file} and {file}",
+                    where=where,
                     fix=_DOWNLOAD,
                 )
-            found[entry.name] = SourceTensor(
-                entry.name, entry.dtype, entry.shape, file.name, entry.offset, entry.size_bytes
-            )
+            found[entry.name] = SourceTensor(entry.name, entry.dtype, entry.shape, file, entry.offset, entry.size_bytes)
     return MappingProxyType({name: found[name] for name in sorted(found, key=natural_key)})
 
 
-def _check_index(index: Index, tensors: Mapping[str, SourceTensor], index_path: Path) -> tuple[str, ...]:
-    """Refuse an index that says what the shards do not; warn of tensors that it omits."""
+def check_index(index: Index, tensors: Mapping[str, SourceTensor], *, where: str) -> tuple[str, ...]:
+    """Refuse an index that says what the shards do not; gives a warning for tensors that it omits.
+
+    Raises:
+        CheckpointError: a tensor is not in the file that the index maps it to.
+    """
     for name, file_name in index.weight_map.items():
         tensor = tensors.get(name)
         if tensor is None or tensor.file != file_name:
             elsewhere = f" ({tensor.file} holds it)" if tensor else ""
             raise CheckpointError(
-                f"maps {name!r} to {file_name}, which does not hold it{elsewhere}", where=str(index_path), fix=_DOWNLOAD
+                f"maps {name!r} to {file_name}, which does not hold it{elsewhere}", where=where, fix=_DOWNLOAD
             )
     omitted: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         if name not in index.weight_map:
             omitted.setdefault(tensor.file, []).append(name)
     return tuple(
-        f"{file_name} holds {len(names)} tensors that {index_path.name} omits ({_some(names)}); they are kept, "
+        f"{file_name} holds {len(names)} tensors that {PurePath(where).name} omits ({_some(names)}); they are kept, "
         "as stock transformers reads them too"
         for file_name, names in sorted(omitted.items(), key=lambda item: natural_key(item[0]))
     )

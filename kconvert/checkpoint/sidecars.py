@@ -4,21 +4,24 @@ Every file is copied but weights: those that were read, and any name a stock loa
 an index, because an output must never start with weights that are not its own.  kconvert's own names at the
 top, version control, download caches and byte code stay behind.  A link is followed where it stays inside the
 directory or ends in the blobs of the Hub cache that holds it; any other link is omitted, with a warning.
-Nothing is opened, and model code is listed but never imported.
+Nothing is opened while listing, and model code is listed but never imported.  `open_sidecar` opens a listed file, and
+refuses it where a link has been put in its way meanwhile.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from io import BufferedReader
 from pathlib import Path
 
 from kconvert.checkpoint.reader import Checkpoint, hub_repo_dirs
 from kconvert.errors import CheckpointError
 from kconvert.names import CONFIG_NAME, is_own_name, is_stock_weight_name, printable, unsafe_name_reason
 
-__all__ = ["Omitted", "Sidecar", "Sidecars", "list_sidecars"]
+__all__ = ["Omitted", "Sidecar", "Sidecars", "list_sidecars", "open_sidecar", "sidecar_roots"]
 
 _SKIPPED_FOLDERS = {
     ".git": "version control",
@@ -48,11 +51,12 @@ class Omitted:
 
 @dataclass(frozen=True)
 class Sidecars:
-    """Both lists are sorted by name."""
+    """Both lists are sorted by name; `roots` are the real paths of the folders that copied files lie below."""
 
     copied: tuple[Sidecar, ...]
     omitted: tuple[Omitted, ...]
     warnings: tuple[str, ...]
+    roots: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,55 @@ def list_sidecars(checkpoint: Checkpoint) -> Sidecars:
         raise CheckpointError(reason, where=str(checkpoint.model_dir / CONFIG_NAME), fix="put a real file there")
     copied = tuple(Sidecar(item.name, item.path, _size(item.path)) for item in found if not item.reason)
     warnings = [f"{item.name!r} is not copied: {item.reason}" for item in found if item.reason and item.warn]
-    return Sidecars(copied, omitted, (*warnings, *_copy_warnings(copied)))
+    return Sidecars(copied, omitted, (*warnings, *_copy_warnings(copied)), sidecar_roots(checkpoint.model_dir))
+
+
+def open_sidecar(path: Path, roots: tuple[str, ...]) -> BufferedReader:
+    """Open a regular file that lies below one of `roots` once all links are followed.
+
+    What was opened is looked at, and not the path once more: between the two a link could be put there.
+
+    Args:
+        path: as `list_sidecars` gave it.
+        roots: those of the `Sidecars`, or `sidecar_roots`.
+
+    Raises:
+        CheckpointError: it cannot be opened, is no regular file any more, or lies elsewhere by now.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # without waiting: it may be a named pipe by now
+    except OSError as error:
+        raise CheckpointError(f"cannot be opened: {error.strerror or error}", where=str(path)) from error
+    try:
+        _check_opened(fd, path, roots)
+    except BaseException:
+        os.close(fd)
+        raise
+    return os.fdopen(fd, "rb")
+
+
+def _check_opened(fd: int, path: Path, roots: tuple[str, ...]) -> None:
+    is_regular = stat.S_ISREG(os.fstat(fd).st_mode)
+    try:
+        real = os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:  # no /proc here
+        real = os.path.realpath(path)
+    if not is_regular or not any(_is_below(real, root) for root in roots):
+        what = "lies outside the model directory" if is_regular else "is not a regular file"
+        raise CheckpointError(
+            f"{what}, though it was listed as a file inside",
+            where=str(path),
+            fix="leave the source alone, and start again",
+        )
+
+
+def sidecar_roots(model_dir: Path) -> tuple[str, ...]:
+    """The real paths of the model directory, and of the blobs of the Hub caches that hold it.
+
+    `blobs` that are a link are none: a folder that only looks like a cache could make any place one's own with it.
+    """
+    caches = (os.path.join(os.path.realpath(repo), "blobs") for repo in hub_repo_dirs(model_dir))
+    return (os.path.realpath(model_dir), *caches)
 
 
 def _without_weights(item: _Found, weights: set[str]) -> _Found:
@@ -119,18 +171,21 @@ def _size(path: Path) -> int:
 
 def _walk(model_dir: Path) -> Iterator[_Found]:
     """Everything below `model_dir`, each folder once, and once more for each link to it that is followed."""
-    blobs = tuple(os.path.realpath(repo / "blobs") for repo in hub_repo_dirs(model_dir))
-    root = os.path.realpath(model_dir)
+    root, *blobs = sidecar_roots(model_dir)
     todo = [_Folder("", model_dir, frozenset({root}), linked=False)]
     while todo:
         folder = todo.pop()
         for base in _entries(folder.path):
             name, path = folder.prefix + base, folder.path / base
-            refusal = _refusal(path, folder, root, blobs)
+            try:
+                refusal = _refusal(path, folder, root, blobs)
+                is_folder = refusal is None and path.is_dir()
+            except OSError as error:  # its path is longer than the system takes, for one
+                raise CheckpointError(f"cannot be looked at: {error.strerror or error}", where=str(path)) from error
             if refusal is not None:
                 shown = printable(name)
                 yield _Found(shown, path, refusal[0], refusal[1])
-            elif path.is_dir():
+            elif is_folder:
                 chain = folder.real_chain | {os.path.realpath(path)}
                 todo.append(_Folder(f"{name}/", path, chain, folder.linked or path.is_symlink()))
             else:
@@ -144,7 +199,7 @@ def _entries(path: Path) -> list[str]:
         raise CheckpointError(f"cannot be listed: {error.strerror or error}", where=str(path)) from error
 
 
-def _refusal(path: Path, folder: _Folder, root: str, blobs: tuple[str, ...]) -> tuple[str, bool] | None:
+def _refusal(path: Path, folder: _Folder, root: str, blobs: Sequence[str]) -> tuple[str, bool] | None:
     """Why an entry stays behind, and whether to warn; None for a file to copy or a folder to enter."""
     base, is_dir = path.name, path.is_dir()
     if base in _SKIPPED_FOLDERS:
@@ -165,7 +220,7 @@ def _refusal(path: Path, folder: _Folder, root: str, blobs: tuple[str, ...]) -> 
     return None
 
 
-def _link_refusal(path: Path, folder: _Folder, root: str, blobs: tuple[str, ...], *, is_dir: bool) -> str | None:
+def _link_refusal(path: Path, folder: _Folder, root: str, blobs: Sequence[str], *, is_dir: bool) -> str | None:
     """Why a link is not followed.  Real paths, because a link through a link must not leave the tree either."""
     real = os.path.realpath(path)
     if not Path(real).exists():

@@ -20,8 +20,9 @@ from kconvert.cli.export_package import export_package_command
 from kconvert.cli.inspect import inspect_command
 from kconvert.cli.list_kernels import list_kernels_command
 from kconvert.cli.new_kernel import new_kernel_command
-from kconvert.cli.output import note, print_json, printable, warn
+from kconvert.cli.output import note, note_added, print_json, printable, warn
 from kconvert.cli.plan import plan_command
+from kconvert.cli.revert import revert_command
 from kconvert.cli.verify import verify_command
 from kconvert.errors import InterruptedRunError, KconvertError, one_line
 
@@ -48,6 +49,7 @@ app.command("apply", epilog=SEE_EXIT_CODES)(apply_command)
 app.command("plan", epilog=SEE_EXIT_CODES)(plan_command)
 app.command("inspect", epilog=SEE_EXIT_CODES)(inspect_command)
 app.command("verify", epilog=SEE_EXIT_CODES)(verify_command)
+app.command("revert", epilog=SEE_EXIT_CODES)(revert_command)
 app.command("list-kernels", epilog=SEE_EXIT_CODES)(list_kernels_command)
 app.command("new-kernel", epilog=SEE_EXIT_CODES)(new_kernel_command)
 app.command("check-kernel", epilog=SEE_EXIT_CODES)(check_kernel_command)
@@ -80,7 +82,9 @@ def run(argv: Sequence[str]) -> int:
         code = result if isinstance(result, int) else 0
         return _interrupted(arguments) if code == InterruptedRunError.exit_code else code  # typer eats the interrupt
     except KconvertError as error:
-        return _fail(arguments, str(error), error.exit_code, error.details)
+        code = _fail(arguments, str(error), error.exit_code, error.details)
+        note_added(error)
+        return code
     except KeyboardInterrupt:
         return _interrupted(arguments)
     except BrokenPipeError:

@@ -18,20 +18,19 @@ import typer
 from kconvert.checkpoint import (
     MAX_CONFIG_BYTES,
     Checkpoint,
-    TensorEntry,
+    Converted,
     open_checkpoint,
+    open_converted,
     parse_json_object,
     quantization_of,
     read_bounded,
-    read_header,
 )
 from kconvert.cli.inspect_view import show_converted, show_source
 from kconvert.cli.options import Json, complete_path
 from kconvert.cli.output import print_json, shell_quote, warn
 from kconvert.convert.mapped_types import unsettled_names
-from kconvert.errors import ManifestError
 from kconvert.kernels.specs import layout_specs
-from kconvert.manifest import Manifest, PatchRecord, load_manifest, sha256_digest
+from kconvert.manifest import Manifest, PatchRecord, sha256_digest
 from kconvert.names import CONFIG_NAME, MANIFEST_NAME
 from kconvert.plan import StoredTensor, find_packable, group_tensors, size_by_dtype
 from kconvert.recipe import recipes_for
@@ -92,8 +91,8 @@ def source_value(model_dir: Path) -> dict[str, Any]:
     }
 
 
-def _file_sizes(checkpoint: Checkpoint) -> dict[str, int]:
-    return {file.name: file.size_bytes for file in checkpoint.files}
+def _file_sizes(read: Checkpoint | Converted) -> dict[str, int]:
+    return {file.name: file.size_bytes for file in read.files}
 
 
 def _fitting_recipes(model_type: str | None, model_dir: Path) -> list[dict[str, str]]:
@@ -109,8 +108,8 @@ def converted_value(directory: Path) -> dict[str, Any]:
         ManifestError: the manifest is damaged, or the weight files are not those that it describes.
         CheckpointError: config.json or a weight file is damaged or missing.
     """
-    manifest = load_manifest(directory)
-    tensors, sizes = _read_weights(directory, manifest)
+    converted = open_converted(directory)
+    manifest, tensors = converted.manifest, converted.tensors
     raw = read_bounded(directory / CONFIG_NAME, MAX_CONFIG_BYTES)
     config = parse_json_object(raw, what=CONFIG_NAME, where=str(directory / CONFIG_NAME))
     is_changed = sha256_digest(raw) != manifest.config_digest
@@ -119,7 +118,7 @@ def converted_value(directory: Path) -> dict[str, Any]:
         "kind": "converted",
         "model_type": manifest.model_type,
         "architectures": [manifest.architecture],
-        **_weights_value(tensors, sizes),
+        **_weights_value(tensors, _file_sizes(converted)),
         **_config_value(config),
         "recipe": manifest.recipe_name,
         "kconvert_version": manifest.kconvert_version,
@@ -134,35 +133,8 @@ def converted_value(directory: Path) -> dict[str, Any]:
     }
 
 
-def _read_weights(directory: Path, manifest: Manifest) -> tuple[dict[str, TensorEntry], dict[str, int]]:
-    """The tensors of the weight files by name, and the size of each file; both as the manifest says."""
-    tensors: dict[str, TensorEntry] = {}
-    sizes = {}
-    for name in manifest.weight_files:
-        header = read_header(directory / name)
-        sizes[name] = header.data_offset + sum(entry.size_bytes for entry in header.tensors)
-        for entry in header.tensors:
-            if entry.name in tensors:
-                raise _unlike_manifest(directory, f"tensor {entry.name!r} is in two files")
-            tensors[entry.name] = entry
-    found = {name: entry.shape for name, entry in tensors.items()}
-    expected = {record.target: record.shape for record in manifest.tensors}
-    wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-    if wrong:
-        shapes = [list(known[wrong[0]]) if wrong[0] in known else "absent" for known in (found, expected)]
-        raise _unlike_manifest(
-            directory,
-            f"tensor {wrong[0]!r} is {shapes[0]} in the files and {shapes[1]} in the manifest ({len(wrong)} differ)",
-        )
-    return tensors, sizes
-
-
-def _unlike_manifest(directory: Path, what: str) -> ManifestError:
-    return ManifestError(what, where=str(directory), fix="convert the checkpoint again")
-
-
 def _patch_value(
-    patch: PatchRecord, number: int, manifest: Manifest, tensors: Mapping[str, TensorEntry]
+    patch: PatchRecord, number: int, manifest: Manifest, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, Any]:
     records = [record for record in manifest.tensors if record.patch == number]
     packed = [record for record in records if len(record.parts) > 1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated
 
@@ -22,18 +23,28 @@ from kconvert.recipe import shipped_recipes
 __all__ = [
     "Json",
     "KernelDevice",
+    "MaxShardSize",
     "ModelDir",
     "NoModelCheck",
+    "NoResume",
     "RecipeName",
     "TrustKernel",
     "TrustRemoteCode",
     "complete_path",
     "complete_recipe",
+    "max_shard_bytes",
     "trusted_kernels",
 ]
 
 _DIGEST = re.compile(r"(?:sha256:)?[0-9a-f]{64}")
 _RECIPE_SUFFIXES = (".yaml", ".yml")
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?i?b)?", re.ASCII | re.IGNORECASE)
+_UNIT_BYTES = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
+}
 
 
 def complete_path(incomplete: str) -> list[str]:
@@ -92,6 +103,28 @@ def trusted_kernels(options: Sequence[str] | None) -> dict[str, str]:
     return trusted
 
 
+def max_shard_bytes(option: str | None) -> int | None:
+    """The value of `--max-shard-size` in bytes: `5GB` is 5 * 10**9, `2GiB` is 2 * 2**30, as transformers reads them.
+
+    Raises:
+        UsageError: no size, a size below one byte, or one in bits (`5Gb`).
+    """
+    if option is None:
+        return None
+    found = _SIZE.fullmatch(option.strip())
+    unit = (found[2] or "") if found is not None else ""
+    is_bits = unit.endswith("b") and not unit.islower()
+    if found is None or unit.lower() not in _UNIT_BYTES or is_bits:
+        raise UsageError(
+            f"--max-shard-size {option!r} is no size{' in bytes' if is_bits else ''}",
+            fix="write 5GB (10**9 bytes), 2GiB (2**30), 500MB or a number of bytes",
+        )
+    size = int(Decimal(found[1]) * _UNIT_BYTES[unit.lower()])
+    if size < 1:
+        raise UsageError(f"--max-shard-size {option!r} is less than one byte", fix="write a size such as 5GB")
+    return size
+
+
 RecipeName = Annotated[
     str,
     typer.Argument(
@@ -123,6 +156,18 @@ NoModelCheck = Annotated[
         "--no-model-check",
         help="Do not build the model to compare names, classes and shapes; needs no torch.",
     ),
+]
+MaxShardSize = Annotated[
+    str | None,
+    typer.Option(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="The most tensor data in one output file, such as 5GB or 2GiB.  [default: as the source is sharded]",
+    ),
+]
+NoResume = Annotated[
+    bool,
+    typer.Option("--no-resume", help="Start afresh where an earlier run was stopped, instead of going on from there."),
 ]
 TrustRemoteCode = Annotated[
     bool,

@@ -25,6 +25,7 @@ __all__ = [
     "format_share",
     "make_console",
     "note",
+    "note_added",
     "print_folded",
     "print_json",
     "print_table",
@@ -32,6 +33,7 @@ __all__ = [
     "printable",
     "shell_quote",
     "warn",
+    "what_is_kept",
 ]
 
 NO_PATCHES = "none; the tensors are stored as the model holds them"
@@ -50,6 +52,22 @@ def foreign_output_apart(*, quiet: bool = False) -> Iterator[None]:
         target = stack.enter_context(open(os.devnull, "w")) if quiet else sys.stderr  # noqa: PTH123 - no path of ours
         stack.enter_context(contextlib.redirect_stdout(target))
         yield
+
+
+@contextlib.contextmanager
+def what_is_kept() -> Iterator[None]:
+    """Says, when Ctrl-C ends what is inside, what of it is kept."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        note_added(error)
+        raise
+
+
+def note_added(error: BaseException) -> None:
+    """Prints the notes that were added to an error."""
+    for text in getattr(error, "__notes__", ()):
+        note(printable(f"kconvert: {text}"))
 
 
 def note(message: str) -> None:

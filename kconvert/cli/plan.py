@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from kconvert.checkpoint import SourceTensor
 from kconvert.cli.backends import prepare_torch
-from kconvert.cli.options import Json, ModelDir, NoModelCheck, RecipeName, TrustKernel, TrustRemoteCode, trusted_kernels
+from kconvert.cli.options import (
+    Json,
+    MaxShardSize,
+    ModelDir,
+    NoModelCheck,
+    RecipeName,
+    TrustKernel,
+    TrustRemoteCode,
+    max_shard_bytes,
+    trusted_kernels,
+)
 from kconvert.cli.output import (
     NO_PATCHES,
     command_lines,
@@ -23,18 +35,23 @@ from kconvert.cli.output import (
     warn,
 )
 from kconvert.cli.progress import Progress
-from kconvert.convert import Prepared, default_output, prepare
+from kconvert.convert import Expected, Prepared, default_output, expect, prepare
 from kconvert.errors import UsageError
+from kconvert.garbage import collector_stopped
 from kconvert.names import starred
 from kconvert.patterns import braced
-from kconvert.plan import explain_plan
+from kconvert.plan import COPY, Plan, Step, explain_files, explain_patches, explain_plan
 
 __all__ = ["checking", "plan_command", "plan_value", "show_plan"]
+
+_MAX_FILES = 24
+"""The most files that are listed for people."""
 
 
 def plan_command(
     recipe: RecipeName,
     model_dir: ModelDir,
+    max_shard_size: MaxShardSize = None,
     no_model_check: NoModelCheck = False,
     trust_remote_code: TrustRemoteCode = False,
     trust_kernel: TrustKernel = None,
@@ -42,19 +59,22 @@ def plan_command(
 ) -> None:
     """Show what `apply` would do; writes nothing."""
     trust_kernels = trusted_kernels(trust_kernel)
+    shard_bytes = max_shard_bytes(max_shard_size)
     if not no_model_check:
         prepare_torch()
-    with Progress(checking(recipe, model_dir)), foreign_output_apart():
-        prepared = prepare(
-            recipe,
-            model_dir,
-            model_check=not no_model_check,
-            trust_remote_code=trust_remote_code,
-            trust_kernels=trust_kernels,
-        )
-    show_plan(prepared, as_json=json)
-    if not json:
-        _print_next(recipe, model_dir, prepared)
+    with collector_stopped():
+        with Progress(checking(recipe, model_dir)), foreign_output_apart():
+            prepared = prepare(
+                recipe,
+                model_dir,
+                model_check=not no_model_check,
+                max_shard_bytes=shard_bytes,
+                trust_remote_code=trust_remote_code,
+                trust_kernels=trust_kernels,
+            )
+        show_plan(prepared, as_json=json)
+        if not json:
+            _print_next(recipe, model_dir, prepared, max_shard_size)
 
 
 def checking(recipe: str, model_dir: Path) -> str:
@@ -62,14 +82,16 @@ def checking(recipe: str, model_dir: Path) -> str:
     return f"checking {printable(model_dir.name or str(model_dir))} for recipe {printable(recipe)}"
 
 
-def _print_next(recipe: str, model_dir: Path, prepared: Prepared) -> None:
+def _print_next(recipe: str, model_dir: Path, prepared: Prepared, max_shard_size: str | None) -> None:
     """The command that does what was shown; where `apply` has no output of its own to choose, one is to be named."""
     command = [f"kconvert apply {shell_quote(recipe)}", shell_quote(str(model_dir))]
     try:
         default_output(model_dir)
     except UsageError:
         command.append("-o OUTPUT")
-    if not prepared.manifest.model_checked:
+    if max_shard_size is not None:
+        command.append(f"--max-shard-size {shell_quote(max_shard_size)}")
+    if not prepared.manifest_of(slice(0)).model_checked:
         command.append("--no-model-check")
     if any(package.needs_trust for package in prepared.resolved.packages.values()):
         command.append("--trust-remote-code")
@@ -83,38 +105,48 @@ def show_plan(prepared: Prepared, *, as_json: bool) -> None:
     """Print a prepared conversion."""
     for message in prepared.warnings:
         warn(message)
-    value = plan_value(prepared)
+    expected = expect(prepared)
     if as_json:
-        print_json(value)
+        print_json(plan_value(prepared, expected))
         return
-    if value["patches"]:
-        rows = _patch_rows(value)
+    plan, manifest = prepared.plan, prepared.manifest_of(slice(0))
+    patches = explain_patches(plan)
+    if patches:
+        rows = _patch_rows(patches)
         print_table("Patches", ("path", "class", "layout", "modules"), rows, right=("modules",), names="path")
         print_text("Matched")
-        for line in _trace_lines(value):
+        for line in _trace_lines(patches):
             print_text(f"  {line}")
     else:
         print_text(f"Patches: {NO_PATCHES}")
     print_text("")
     print_text("Tensors")
-    for line in _tensor_lines(value):
+    for line in _tensor_lines(plan.steps):
         print_text(f"  {line}")
     print_text("")
-    files = [(file["name"], str(file["tensors"]), format_bytes(file["bytes"])) for file in value["files"]]
-    print_table("Output", ("file", "tensors", "size"), files, right=("tensors", "size"))
-    copied, transformed = value["bytes_copied"], value["bytes_transformed"]
-    print_text(f"{format_bytes(copied)} copied as they are, {format_bytes(transformed)} packed")
-    if value["carried"]:
-        print_text(f"carried along without a place in the model: {', '.join(value['carried'])}")
-    for item in value["omitted"]:
-        print_text(f"left out: {item['name']} ({item['reason']})")
+    print_table("Output", ("file", "tensors", "size"), _file_rows(plan), right=("tensors", "size"))
+    print_text(f"{format_bytes(plan.bytes_copied)} copied as they are, {format_bytes(plan.bytes_transformed)} packed")
+    unchanged = sum(shard.same_as is not None for shard in plan.shards)
+    if unchanged:
+        print_text(f"{unchanged} of {len(plan.shards)} weight files are as in the source")
+    print_text(f"{format_bytes(expected.size_bytes)} on the disk, in {expected.num_files} files with all others")
+    print_text(f"at most {format_bytes(expected.memory_bytes)} of memory, beside Python's own")
+    if manifest.carried:
+        print_text(f"carried along without a place in the model: {', '.join(manifest.carried)}")
+    for item in manifest.omitted:
+        print_text(f"left out: {item.name} ({item.reason})")
 
 
-def plan_value(prepared: Prepared) -> dict[str, Any]:
-    """The plan as plain data, with what is carried, copied and left out."""
-    manifest = prepared.manifest
+def plan_value(prepared: Prepared, expected: Expected) -> dict[str, Any]:
+    """The plan as plain data, with what is carried, copied and left out, and what it will take."""
+    manifest = prepared.manifest_of(slice(0))
     return {
         **explain_plan(prepared.plan),
+        "expected": {
+            "bytes": expected.size_bytes,
+            "files": expected.num_files,
+            "memory_bytes": expected.memory_bytes,
+        },
         "model_checked": manifest.model_checked,
         "carried": list(manifest.carried),
         "sidecars": list(manifest.sidecars),
@@ -123,18 +155,32 @@ def plan_value(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _patch_rows(value: dict[str, Any]) -> list[tuple[str, ...]]:
+def _patch_rows(patches: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return [
         (pattern["path"], pattern["class"], patch["layout"], str(len(pattern["matched"])))
-        for patch in value["patches"]
+        for patch in patches
         for pattern in patch["patterns"]
     ]
 
 
-def _trace_lines(value: dict[str, Any]) -> list[str]:
+def _file_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """The output files; of very many the first and the last ones."""
+    rows = [(file["name"], str(file["tensors"]), format_bytes(file["bytes"])) for file in explain_files(plan)]
+    if len(rows) <= _MAX_FILES:
+        return rows
+    left_out = rows[_MAX_FILES // 2 : -_MAX_FILES // 2]
+    tensors = sum(len(shard.steps) for shard in plan.shards[_MAX_FILES // 2 : -_MAX_FILES // 2])
+    return [
+        *rows[: _MAX_FILES // 2],
+        (f"... and {len(left_out)} more ...", str(tensors), ""),
+        *rows[-_MAX_FILES // 2 :],
+    ]
+
+
+def _trace_lines(patches: Sequence[Mapping[str, Any]]) -> list[str]:
     """For each patch its place in the recipe and its kernels, then every module that each pattern took."""
     lines = []
-    for patch in value["patches"]:
+    for patch in patches:
         lines.append(f"{Path(patch['where']).name}  {patch['layout']}")
         for pattern in patch["patterns"]:
             lines += [f"    {pattern['class']} at {path}" for path in braced(pattern["matched"])]
@@ -142,20 +188,19 @@ def _trace_lines(value: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _tensor_lines(value: dict[str, Any]) -> list[str]:
+def _tensor_lines(steps: Sequence[Step]) -> list[str]:
     """Each kind of changed tensor, its shape and what it is made of; then what is copied as it is."""
     groups: dict[tuple[str, str, tuple[str, ...]], int] = {}
     same = 0
-    for tensor in value["tensors"]:
-        sources = [part["source"] for part in tensor["parts"]]
-        if tensor["op"] == "copy" or (tensor["op"] == "rename" and sources == [tensor["target"]]):
+    for step in steps:
+        if step.op == COPY or (step.op == "rename" and step.parts[0].source == step.target):
             same += 1
             continue
-        made_of = tuple(dict.fromkeys(_origin_text(origin, tensor["dtype"]) for origin in tensor["origins"]))
-        form = f"{tensor['dtype']} {tensor['shape']}"
-        if tensor["op"] not in ("rename", "concatenate(0)"):  # the two that the lines below show
-            form += f"  {tensor['op']}"
-        key = (starred(tensor["target"]), form, made_of)
+        made_of = tuple(dict.fromkeys(_origin_text(origin, step.dtype) for origin in step.origins))
+        form = f"{step.dtype} {list(step.shape)}"
+        if step.op not in ("rename", "concatenate(0)"):  # the two that the lines below show
+            form += f"  {step.op}"
+        key = (starred(step.target), form, made_of)
         groups[key] = groups.get(key, 0) + 1
     lines = []
     for (target, shape, made_of), count in groups.items():
@@ -164,6 +209,6 @@ def _tensor_lines(value: dict[str, Any]) -> list[str]:
     return [*lines, f"{same} others, as they are"]
 
 
-def _origin_text(origin: dict[str, Any], dtype: str) -> str:
-    name = starred(origin["name"])
-    return name if origin["dtype"] == dtype else f"{name}, {origin['dtype']} as {dtype}"
+def _origin_text(origin: SourceTensor, dtype: str) -> str:
+    name = starred(origin.name)
+    return name if origin.dtype == dtype else f"{name}, {origin.dtype} as {dtype}"

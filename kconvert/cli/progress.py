@@ -1,4 +1,4 @@
-"""What is seen on stderr while `apply` works.
+"""What is seen on stderr while `apply` or `verify` works.
 
 On a terminal it is one line at the bottom: what is being checked, then a bar.  It is erased in the end, and what
 is printed meanwhile stands above it.  Elsewhere it is a plain line every few seconds, and none for a job that
@@ -49,13 +49,15 @@ class Reading:
         done_bytes: written so far.
         total_bytes: to write in all.
         bytes_per_second: of the last seconds; None where there is nothing to measure yet.
-        sync_seconds: how long the disk has been waited for; None while data is still written.
+        sync_seconds: how long the disk has been waited for; None while data is still written, and where none is.
+        label: what is done with the bytes.
     """
 
     done_bytes: int
     total_bytes: int
     bytes_per_second: float | None
     sync_seconds: float | None
+    label: str = "writing"
 
     @property
     def seconds_left(self) -> float | None:
@@ -66,11 +68,18 @@ class Reading:
 
 
 class Meter:
-    """Adds up what is written; of `total_bytes`, the last `final_bytes` are written after the data was synced."""
+    """Adds up what is written; of `total_bytes`, the last `final_bytes` are written after the data was synced.
 
-    def __init__(self, total_bytes: int, final_bytes: int, *, clock: Clock = time.monotonic) -> None:
+    Without `final_bytes` nothing is synced, as where bytes are only read; `label` says what is done with them.
+    """
+
+    def __init__(
+        self, total_bytes: int, final_bytes: int | None, *, label: str = "writing", clock: Clock = time.monotonic
+    ) -> None:
         self._clock = clock
-        self._total_bytes, self._data_bytes = total_bytes, total_bytes - final_bytes
+        self._label = label
+        self._total_bytes = total_bytes
+        self._data_bytes = None if final_bytes is None else total_bytes - final_bytes
         self._done_bytes = 0
         self._data_done: float | None = None
         self._samples = deque([(clock(), 0)])
@@ -78,8 +87,13 @@ class Meter:
     def add(self, size_bytes: int) -> None:
         """Count bytes that were just written; called very often."""
         self._done_bytes += size_bytes
-        if self._data_done is None and self._done_bytes >= self._data_bytes:
+        if self._data_done is None and self._data_bytes is not None and self._done_bytes >= self._data_bytes:
             self._data_done = self._clock()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all bytes are done, and nothing is synced after them."""
+        return self._data_bytes is None and self._done_bytes >= self._total_bytes
 
     def read(self) -> Reading:
         """How far it is now; each call is a sample for the rate."""
@@ -90,7 +104,8 @@ class Meter:
             samples.popleft()
         since, before_bytes = samples[0]
         rate = (done_bytes - before_bytes) / (now - since) if now > since and done_bytes else None
-        return Reading(done_bytes, self._total_bytes, rate, None if data_done is None else now - data_done)
+        sync_seconds = None if data_done is None else now - data_done
+        return Reading(done_bytes, self._total_bytes, rate, sync_seconds, self._label)
 
 
 def plain_line(reading: Reading) -> str:
@@ -105,7 +120,7 @@ def plain_line(reading: Reading) -> str:
 def bar_line(reading: Reading, width: int, *, ascii_only: bool = False) -> Text:
     """The bar with its figures, at most `width` columns; where that is too narrow, figures are left out."""
     is_syncing = reading.sync_seconds is not None
-    label = "syncing" if is_syncing else "writing"
+    label = "syncing" if is_syncing else reading.label
     share = 1.0 if is_syncing or not reading.total_bytes else reading.done_bytes / reading.total_bytes
     done_bytes = reading.total_bytes if is_syncing else reading.done_bytes
     percent, size = f"{int(100 * share):>3}%", format_share(done_bytes, reading.total_bytes)
@@ -147,7 +162,7 @@ class Progress:
     """Shows what goes on from `with` to its end; nothing where `quiet` is set.
 
     Args:
-        status: what goes on until `writing` is called.
+        status: what goes on until `writing` or `comparing` is called.
         quiet: show nothing.
         clock: seconds, for the rate and the times that are shown.
         line_seconds: how often there is a plain line.
@@ -183,20 +198,35 @@ class Progress:
 
     def writing(self, total_bytes: int, *, final_bytes: int = 0) -> None:
         """From now on bytes are written; the last `final_bytes` of them after everything else was synced."""
-        meter = self._meter = Meter(total_bytes, final_bytes, clock=self._clock)
+        self._measure(Meter(total_bytes, final_bytes, clock=self._clock))
+
+    def comparing(self, total_bytes: int) -> None:
+        """From now on bytes are compared; when that is over, the status is shown again."""
+        if total_bytes:
+            self._measure(Meter(total_bytes, None, label="comparing", clock=self._clock))
+
+    def _measure(self, meter: Meter) -> None:
+        self._meter = meter
         if self._display is None and not self._quiet:
-            self._display = _Lines(lambda: plain_line(meter.read()), self._line_seconds)
+            self._display = _Lines(self._plain_line, self._line_seconds)
             self._display.start()
 
     def advance(self, size_bytes: int) -> None:
-        """Bytes were written; nothing is printed here."""
-        if self._meter is not None:
-            self._meter.add(size_bytes)
+        """Bytes were written, or compared; nothing is printed here."""
+        meter = self._meter
+        if meter is not None:
+            meter.add(size_bytes)
+            if meter.is_over:
+                self._meter = None
+
+    def _plain_line(self) -> str | None:
+        meter = self._meter
+        return None if meter is None else plain_line(meter.read())
 
     def _line(self) -> Text:
-        width = self._console.width - _MARGIN
-        if self._meter is not None:
-            return bar_line(self._meter.read(), width, ascii_only=self._console.options.ascii_only)
+        width, meter = self._console.width - _MARGIN, self._meter
+        if meter is not None:
+            return bar_line(meter.read(), width, ascii_only=self._console.options.ascii_only)
         seconds = self._clock() - self._started
         shown = f"{self._status}, {format_duration(seconds)}" if seconds >= _STATUS_AFTER_SECONDS else ""
         line = Text(shown, no_wrap=True, overflow="crop")
@@ -215,9 +245,9 @@ class _Console(Console):
 
 
 class _Lines:
-    """A thread that notes a line again and again."""
+    """A thread that notes a line again and again, where there is one."""
 
-    def __init__(self, line: Callable[[], str], seconds: float) -> None:
+    def __init__(self, line: Callable[[], str | None], seconds: float) -> None:
         self._line, self._seconds = line, seconds
         self._ended = Event()
         self._thread = Thread(target=self._run, name="kconvert-progress", daemon=True)
@@ -231,7 +261,9 @@ class _Lines:
 
     def _run(self) -> None:
         while not self._ended.wait(self._seconds):
+            line = self._line()
             try:
-                note(f"kconvert: {self._line()}")
+                if line is not None:
+                    note(f"kconvert: {line}")
             except OSError:  # nobody reads stderr any more; that is no reason to stop the conversion
                 return

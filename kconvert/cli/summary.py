@@ -26,7 +26,7 @@ from kconvert.cli.output import (
 from kconvert.convert import ApplyResult
 from kconvert.plan import Plan
 
-__all__ = ["print_summary"]
+__all__ = ["figures_table", "listed", "print_summary", "seconds_text"]
 
 _INDENT = "  "
 _MAX_LABEL = 20
@@ -39,12 +39,12 @@ def print_summary(result: ApplyResult, model_dir: Path) -> None:
     label_width = max(len(label) for label, *_ in [*patches, *figures])
     console.print(Text.assemble("\n", ("Converted", "green"), f" with recipe {result.prepared.recipe.name}\n"))
     if patches:
-        console.print(_table(patches, label_width, heads=("layout", "path", "modules")), "")
-    console.print(_table(figures, label_width), "")
+        console.print(figures_table(patches, label_width, heads=("layout", "path", "modules")), "")
+    console.print(figures_table(figures, label_width), "")
     _print_next(result, model_dir, console)
 
 
-def _table(rows: Sequence[Sequence[str]], label_width: int, *, heads: Sequence[str] = ()) -> Table:
+def figures_table(rows: Sequence[Sequence[str]], label_width: int, *, heads: Sequence[str] = ()) -> Table:
     """Cells are folded, never cut; two tables with one `label_width` stand under each other, where there is room."""
     table = Table(box=None, show_header=bool(heads), pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
     table.add_column(*heads[:1], min_width=min(label_width, _MAX_LABEL), overflow="fold")
@@ -91,21 +91,22 @@ def _figures(result: ApplyResult) -> Iterator[tuple[str, str]]:
     if not manifest.model_checked:
         yield "carried", "not known without the model check"
     elif manifest.carried:
-        yield "carried", _listed(manifest.carried, "tensor")
+        yield "carried", listed(manifest.carried, "tensor")
     if manifest.omitted:
-        yield "left out", _listed([item.name for item in manifest.omitted], "file")
+        yield "left out", listed([item.name for item in manifest.omitted], "file")
     stages = ("check", result.check_seconds), ("copy", result.copy_seconds), ("sync", result.sync_seconds)
-    split = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in stages)
-    yield "time", f"{_seconds(result.total_seconds)}: {split}"
+    split = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in stages)
+    yield "time", f"{seconds_text(result.total_seconds)}: {split}"
     yield "memory", f"{format_bytes(result.peak_rss_bytes)} at the peak"
     yield "output", printable(str(result.output))
 
 
-def _listed(names: Sequence[str], noun: str) -> str:
+def listed(names: Sequence[str], noun: str) -> str:
     """`1 file: a`, `7 files, e.g. a`."""
     first = printable(names[0])
     return f"1 {noun}: {first}" if len(names) == 1 else f"{len(names)} {noun}s, e.g. {first}"
 
 
-def _seconds(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
+    """`12.3 s`, `2 min 05 s`."""
     return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)

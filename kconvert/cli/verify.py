@@ -1,4 +1,4 @@
-"""`kconvert verify`: does a converted directory compute what its source computes?"""
+"""`kconvert verify`: does a converted directory hold what its source holds, and compute what it computes?"""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from kconvert.cli.output import (
     warn,
 )
 from kconvert.cli.progress import Progress
+from kconvert.cli.verify_bytes import bytes_verdict, show_bytes
 from kconvert.errors import VerificationError
 from kconvert.names import PARITY_NAME, starred
 from kconvert.parity import (
     LEVELS,
+    BytesLevel,
     LogitsLevel,
     LogitsResult,
     ModuleResult,
@@ -30,6 +32,7 @@ from kconvert.parity import (
     ParityReport,
     Result,
     Verdict,
+    needs_model,
     verify,
     worst,
     write_report,
@@ -52,8 +55,8 @@ def verify_command(
         typer.Option(
             "--source",
             metavar="DIR",
-            help="The checkpoint that was converted.  Without it the stock weights come from CONVERTED itself.  "
-            "Tensors outside the patched modules are in neither case compared one by one.",
+            help="The checkpoint that was converted.  Without it the stock weights come from CONVERTED itself, and bytes "
+            "are compared with the digests that `apply --digests` kept, if it did.",
             autocompletion=complete_path,
         ),
     ] = None,
@@ -62,9 +65,9 @@ def verify_command(
         typer.Option(
             "--level",
             metavar="|".join(LEVELS),
-            help="What to compare.  modules: every patched module, on random inputs; logits: the whole model, on "
-            "random tokens.  Only what is named runs; give it twice for both.  [default: modules; logits too where tensors such as "
-            "experts were joined, and the source is given]",
+            help="What to compare.  bytes: every byte of every tensor and file, without torch; modules: every patched "
+            "module, on random inputs; logits: the whole model, on random tokens.  Only what is named runs; give it again "
+            "for more.  [default: modules; logits too where tensors such as experts were joined, and the source is given]",
             autocompletion=_complete_level,
         ),
     ] = None,
@@ -75,20 +78,27 @@ def verify_command(
         bool, typer.Option("--trust-remote-code", help="Run the kernel packages and the model code that come along.")
     ] = False,
     trust_kernel: TrustKernel = None,
+    require_proof: Annotated[
+        bool,
+        typer.Option(
+            "--require-proof", help="Exit code 5 also where nothing is wrong, but something could not be shown to hold."
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Compare a converted model with the stock model.
+    """Compare a converted directory with its source, or with the stock model.
 
-    Exit code 5 where they do not agree.  The reference of every patched module has to give the stock bits, in the
-    checkpoint's dtype and in others.  The kernel that load_converted chooses may round otherwise, within limits that
-    the report states.  The report is also written to CONVERTED/kconvert_parity.json.  One model is in memory at a
-    time.
+    Exit code 5 where they do not agree.  Level bytes reads every byte and runs nothing.  At the others the reference of
+    every patched module has to give the stock bits, in the checkpoint's dtype and in others.  The kernel that
+    load_converted chooses may round otherwise, within limits that the report states.  One model is in memory at a
+    time.  The report is also written to CONVERTED/kconvert_parity.json.
 
-    Example: kconvert verify my-model-kconvert --source my-model --level modules --level logits
+    Example: kconvert verify my-model-kconvert --source my-model --level bytes --level modules
     """
     trust_kernels = trusted_kernels(trust_kernel)
-    prepare_torch()
-    with Progress(f"verifying {printable(converted.name or str(converted))}"), foreign_output_apart():
+    if needs_model(level or None):
+        prepare_torch()
+    with Progress(f"verifying {printable(converted.name or str(converted))}") as progress, foreign_output_apart():
         report = verify(
             converted,
             source=source,
@@ -96,23 +106,42 @@ def verify_command(
             device=device,
             trust_remote_code=trust_remote_code,
             trust_kernels=trust_kernels,
+            on_start=progress.comparing,
+            on_progress=progress.advance,
         )
     _keep(report, converted)
     if not json:
         _show(report)
-    if report.from_source:
-        note("kconvert: tensors outside the patched modules are not compared one by one")
-    else:
-        note(
-            "kconvert: stock weights come from the converted directory itself; --source DIR compares with the checkpoint"
-        )
+    _note_limits(report)
     if report.failures:
         raise _error(report)
+    if require_proof and not report.proved:
+        raise VerificationError(
+            f"nothing is wrong, but not everything is proved: {'; '.join(report.unproved)}",
+            where=printable(str(converted)),
+            fix=report.proof,
+            details=report.to_json(),
+        )
     if json:
         print_json(report.to_json())
         return
     for result in report.levels.values():
         print_folded(f"OK: {_verdict(result)}.")
+
+
+def _note_limits(report: ParityReport) -> None:
+    """What the levels that ran do not show."""
+    if report.not_run:
+        note(f"kconvert: level {' and '.join(report.not_run)} did not run: the files are not those of the manifest")
+    if report.ran_model and not report.from_source:
+        note(
+            "kconvert: stock weights come from the converted directory itself; --source DIR compares with the checkpoint"
+        )
+    elif report.ran_model and "bytes" not in report.levels:
+        note("kconvert: tensors outside the patched modules are not compared one by one; --level bytes does that")
+    found = report.levels.get("bytes")
+    if found is not None and found.unproved is not None and not report.failures:
+        note(f"kconvert: not proved: {found.unproved}" + (f"; {report.proof}" if report.proof else ""))
 
 
 def _keep(report: ParityReport, directory: Path) -> None:
@@ -130,7 +159,9 @@ def _error(report: ParityReport) -> VerificationError:
     return VerificationError(f"{first.what}{more}", where=first.where, fix=report.fix, details=report.to_json())
 
 
-def _verdict(result: ModulesLevel | LogitsLevel) -> str:
+def _verdict(result: BytesLevel | ModulesLevel | LogitsLevel) -> str:
+    if isinstance(result, BytesLevel):
+        return bytes_verdict(result)
     if isinstance(result, LogitsLevel):
         run = [item.dtype for item in result.results if item.verdict is not Verdict.NOT_RUN]
         return f"the logits agree in {' and '.join(dict.fromkeys(run))}"
@@ -156,9 +187,12 @@ def _compared_dtypes(*modules: ModuleResult) -> list[str]:
 
 def _show(report: ParityReport) -> None:
     weights = "the source" if report.from_source else "the converted file"
-    where = f"{report.device['type']} ({report.device['name']}), stock weights from {weights}"
+    device = report.device or {"type": "", "name": ""}
+    where = f"{device['type']} ({device['name']}), stock weights from {weights}"
     for result in report.levels.values():
-        if isinstance(result, ModulesLevel):
+        if isinstance(result, BytesLevel):
+            show_bytes(result)
+        elif isinstance(result, ModulesLevel):
             _show_modules(result, f"Modules on {where}")
         else:
             _show_logits(result, f"Logits on {where}")

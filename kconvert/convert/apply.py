@@ -1,35 +1,57 @@
-"""`apply`: write what was prepared."""
+"""`apply`: write what was prepared, or write beside the check that prepares it.
+
+Where the tensors have the same names in the files and in the model, what is written is known without the model.  It is then
+copied while the model is built and compared, and published only if the check has come to the very same files; else
+it is dropped, and what the check has come to is written.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kconvert.checkpoint import DTYPE_BITS, build_header, build_index, is_inside_hub_cache
-from kconvert.convert.prepare import Prepared, prepare
-from kconvert.errors import UsageError
-from kconvert.names import CONFIG_NAME, INDEX_NAME, KERNELS_DIR, MANIFEST_NAME, SINGLE_NAME, SOURCE_HEADERS_NAME
-from kconvert.plan import OutputShard, Step
-from kconvert.rewrite import Cast, Computed, Copy, Extent, Gather, GatherPiece, Job, OutputFile, check_output, rewrite
-from kconvert.transforms import Piece, runs_of
+from kconvert.checkpoint import is_inside_hub_cache
+from kconvert.convert.job import build_job, final_items
+from kconvert.convert.memory import peak_rss_bytes
+from kconvert.convert.prepare import Opened, Prepared, check, open_source, plan_of_files
+from kconvert.convert.record import transformers_version
+from kconvert.errors import KconvertError, UsageError
+from kconvert.recipe import find_recipe, load_recipe
+from kconvert.plan import Plan
+from kconvert.rewrite import Job, OtherRunError, Reuse, RewriteResult, Writing, check_output
 
-__all__ = ["ApplyResult", "apply_recipe", "default_output"]
-
-_SHORT_RUN_BYTES = 64 << 10
-"""Runs shorter than this are gathered in memory: a system call for each would cost more."""
+__all__ = ["ApplyResult", "Options", "apply_recipe", "default_output"]
 
 
 @dataclass(frozen=True)
 class ApplyResult:
-    """What an `apply` did.  Sizes in bytes, times in seconds."""
+    """What an `apply` did.  Sizes in bytes, times in seconds.
+
+    Attributes:
+        output: the converted directory.
+        bytes_copied: tensors that are as in the source.
+        bytes_transformed: tensors that are made of several.
+        bytes_resumed: of the files, what an earlier run had finished.
+        bytes_linked: of the files, what shares its blocks with the source.
+        digested: of how many tensors the manifest has the digest.
+        copy_seconds: from the first byte copied to the last.
+        sync_seconds: from there until everything was on the disk.
+        check_seconds: planning and checking; copying may have gone on meanwhile.
+        total_seconds: all of it.
+        peak_rss_bytes: of the process.
+        prepared: what was written.
+    """
 
     output: Path
     bytes_copied: int
     bytes_transformed: int
+    bytes_resumed: int
+    bytes_linked: int
+    digested: int
     copy_seconds: float
     sync_seconds: float
     check_seconds: float
@@ -50,12 +72,34 @@ def default_output(model_dir: Path) -> Path:
     return absolute.with_name(f"{absolute.name}-kconvert")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How an output is written.
+
+    Attributes:
+        overwrite: replace an output that kconvert wrote.
+        resume: go on where a run of the same conversion was stopped, and refuse to drop one of another.
+        reuse: how files that do not change come about: copied, or linked to the source's.
+        digests: keep the sha256 of every tensor in the manifest.
+        max_shard_bytes: how many bytes of tensors an output file holds at most; the source's sharding if left out.
+    """
+
+    overwrite: bool = False
+    resume: bool = True
+    reuse: Reuse = "copy"
+    digests: bool = False
+    max_shard_bytes: int | None = None
+
+
+DEFAULT_OPTIONS = Options()
+
+
 def apply_recipe(
     recipe_name: str,
     model_dir: Path,
     output: Path | None = None,
     *,
-    overwrite: bool = False,
+    options: Options = DEFAULT_OPTIONS,
     model_check: bool = True,
     trust_remote_code: bool = False,
     trust_kernels: Mapping[str, str] | None = None,
@@ -68,97 +112,102 @@ def apply_recipe(
         recipe_name: a recipe file, or the name of a shipped recipe.
         model_dir: the source checkpoint; it is not changed.
         output: where to write; `<model_dir>-kconvert` if left out.
-        overwrite: replace an output that kconvert wrote.
+        options: how it is written.
         model_check: see `prepare`.
         trust_remote_code, trust_kernels: see `prepare`.
-        on_prepared: called once everything is checked, with what will be written.
-        on_progress: called with the number of bytes just written.
+        on_prepared: called once everything is checked, with what is written.
+        on_progress: called with the number of bytes just written, after that.
 
     Raises:
         KconvertError: of the kind that says what was wrong; nothing is left under the output name.
     """
     started = time.perf_counter()
     target = output if output is not None else default_output(model_dir)
-    check_output(target, source=model_dir, overwrite=overwrite)
-    prepared = prepare(
-        recipe_name,
-        model_dir,
-        model_check=model_check,
-        trust_remote_code=trust_remote_code,
-        trust_kernels=trust_kernels,
-    )
-    job = build_job(prepared)
-    if on_prepared is not None:
-        on_prepared(prepared, job)
-    result = rewrite(job, target, overwrite=overwrite, on_progress=on_progress)
+    check_output(target, source=model_dir, overwrite=options.overwrite)
+    recipe = load_recipe(find_recipe(recipe_name))
+    opened = open_source(recipe, model_dir, trust_remote_code=trust_remote_code, trust_kernels=trust_kernels)
+    run = _Run(opened, target, options, model_check, on_prepared, on_progress)
+    early = run.job_of_files() if model_check else None
+    written = run.write_meanwhile(early) if early is not None else None
+    prepared, result = written or run.write_checked()
     return ApplyResult(
         output=result.output,
         bytes_copied=prepared.plan.bytes_copied,
         bytes_transformed=prepared.plan.bytes_transformed,
+        bytes_resumed=result.bytes_resumed,
+        bytes_linked=result.bytes_linked,
+        digested=len(prepared.plan.steps) if options.digests else 0,
         copy_seconds=result.copy_seconds,
         sync_seconds=result.sync_seconds,
         check_seconds=prepared.check_seconds,
         total_seconds=time.perf_counter() - started,
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_rss_bytes=peak_rss_bytes(),
         prepared=prepared,
     )
 
 
-def build_job(prepared: Prepared) -> Job:
-    """Output files as extents, sidecars and packages as copies; index, source headers and manifest last."""
-    paths = {file.name: file.path for file in prepared.checkpoint.files}
-    files = tuple(_output_file(shard, paths) for shard in prepared.plan.shards)
-    copies = [
-        Copy(item.name, item.path, item.size_bytes) for item in prepared.sidecars.copied if item.name != CONFIG_NAME
-    ]
-    packages = {package.copy.digest: package.copy for package in prepared.resolved.packages.values()}
-    for package in packages.values():
-        for name in package.files:
-            path = package.path / name
-            copies.append(Copy(f"{KERNELS_DIR}/{package.folder}/{name}", path, path.stat().st_size))
-    final = [(CONFIG_NAME, prepared.checkpoint.config_bytes)]  # what was checked, whatever the file holds by now
-    final += [(SOURCE_HEADERS_NAME, prepared.headers), (MANIFEST_NAME, prepared.manifest.to_bytes())]
-    if [file.name for file in files] != [SINGLE_NAME]:
-        weight_map = {step.target: shard.name for shard in prepared.plan.shards for step in shard.steps}
-        total = sum(step.size_bytes for step in prepared.plan.steps)
-        final.insert(1, (INDEX_NAME, build_index(weight_map, total).encode()))
-    stamps = {file.path: file.stamp for file in prepared.checkpoint.files}
-    return Job(files, tuple(copies), tuple(final), stamps)
+@dataclass(frozen=True)
+class _Run:
+    """One conversion, and the two ways to write it."""
 
+    opened: Opened
+    target: Path
+    options: Options
+    model_check: bool
+    on_prepared: Callable[[Prepared, Job], None] | None
+    on_progress: Callable[[int], None] | None
 
-def _output_file(shard: OutputShard, paths: dict[str, Path]) -> OutputFile:
-    header = build_header(
-        [(step.target, step.dtype, step.shape, step.size_bytes) for step in shard.steps], {"format": "pt"}
-    )
-    return OutputFile(shard.name, header, tuple(extent for step in shard.steps for extent in _extents(step, paths)))
+    def job_of_files(self) -> Job | None:
+        """What is written, as far as it is known without the model; None where it is not."""
+        if self.opened.resolved.packages:
+            return None
+        try:
+            plan = plan_of_files(self.opened, max_shard_bytes=self.options.max_shard_bytes)
+        except KconvertError:  # the check says it better, or finds that the model has other names
+            return None
+        return self._job(plan)
 
+    def write_meanwhile(self, early: Job) -> tuple[Prepared, RewriteResult] | None:
+        """Writes while it is checked; None where the check came to something else, or an earlier run had."""
+        with contextlib.ExitStack() as stack:
+            try:
+                writing = stack.enter_context(self._writing(early))
+            except OtherRunError:
+                return None
+            prepared = self._check()
+            job = self._job(prepared.plan)
+            return self._publish(writing, prepared, job) if job == early else None
 
-def _is_scattered(piece: Piece, item_bytes: int) -> bool:
-    """Whether a piece is many short runs."""
-    return piece.run_size < piece.size and piece.run_size * item_bytes < _SHORT_RUN_BYTES
+    def write_checked(self) -> tuple[Prepared, RewriteResult]:
+        """Checks, then writes."""
+        prepared = self._check()
+        job = self._job(prepared.plan)
+        with self._writing(job) as writing:
+            return self._publish(writing, prepared, job)
 
+    def _check(self) -> Prepared:
+        return check(self.opened, model_check=self.model_check, max_shard_bytes=self.options.max_shard_bytes)
 
-def _extents(step: Step, paths: Mapping[str, Path]) -> Iterator[Extent | Gather | Computed]:
-    """The bytes of a step: runs one after another, or gathered where these are short."""
-    if step.computed is not None:
-        yield Computed(step.target, step.size_bytes, step.computed.make)
-        return
-    origins = {origin.name: origin for origin in step.origins}
-    casts = {
-        name: Cast(origin.dtype, step.dtype) if origin.dtype != step.dtype else None for name, origin in origins.items()
-    }
-    bits = DTYPE_BITS[step.dtype]
-    if bits >= 8 and any(_is_scattered(piece, bits // 8) for piece in step.stored.pieces):
-        yield Gather(
-            step.stored.size,
-            bits // 8,
-            tuple(
-                GatherPiece(paths[origins[piece.source].file], origins[piece.source].offset, piece, casts[piece.source])
-                for piece in step.stored.pieces
-            ),
+    def _job(self, plan: Plan) -> Job:
+        options = {
+            "the model check": f"transformers {transformers_version()}" if self.model_check else "none",
+            "--reuse": self.options.reuse,
+        }
+        return build_job(self.opened, plan, digests=self.options.digests, options=options)
+
+    def _writing(self, job: Job) -> Writing:
+        options = self.options
+        return Writing(
+            job,
+            self.target,
+            overwrite=options.overwrite,
+            resume=options.resume,
+            reuse=options.reuse,
+            on_progress=self.on_progress,
         )
-        return
-    for run in runs_of(step.stored.pieces):
-        origin = origins[run.source]
-        start, size = (count * DTYPE_BITS[origin.dtype] // 8 for count in (run.source_start, run.size))
-        yield Extent(paths[origin.file], origin.offset + start, size, casts[run.source])
+
+    def _publish(self, writing: Writing, prepared: Prepared, job: Job) -> tuple[Prepared, RewriteResult]:
+        if self.on_prepared is not None:
+            self.on_prepared(prepared, job)
+        digests = writing.wait()
+        return prepared, writing.publish(final_items(prepared, digests))

@@ -4,36 +4,90 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from kconvert.checkpoint import Checkpoint, Sidecars, list_sidecars, open_checkpoint
+from kconvert.checkpoint import Checkpoint, FileStamp, Sidecars, list_sidecars, open_checkpoint
 from kconvert.convert.mapped_types import check_unmapped
-from kconvert.convert.record import build_manifest, computed_warnings, rounding_warnings, source_headers
+from kconvert.convert.record import (
+    build_manifest,
+    computed_warnings,
+    rounding_warnings,
+    sidecar_digests,
+    source_headers,
+)
 from kconvert.convert.resolve import ResolvedRecipe, resolve_recipe
 from kconvert.errors import CheckpointError, RecipeError
 from kconvert.manifest import Manifest
 from kconvert.plan import Plan, build_plan
 from kconvert.recipe import Recipe, find_recipe, load_recipe, recipes_for
 
-__all__ = ["Prepared", "prepare", "prepare_recipe"]
+__all__ = ["Opened", "Prepared", "check", "open_source", "plan_of_files", "prepare"]
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A checked conversion that only has to be written."""
+class Opened:
+    """A recipe and a source that belong together, before anything is planned.
+
+    `sidecar_stamps` are those with which the sidecars had the digests in `sidecar_digests`.
+    """
 
     checkpoint: Checkpoint
     recipe: Recipe
     resolved: ResolvedRecipe
-    plan: Plan
     sidecars: Sidecars
-    manifest: Manifest
+    sidecar_digests: Mapping[str, str]
+    sidecar_stamps: Mapping[Path, FileStamp]
     headers: bytes
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked conversion that only has to be written; `checked` is its manifest where the model was looked at."""
+
+    opened: Opened
+    plan: Plan
+    checked: Manifest | None
     warnings: tuple[str, ...]
     check_seconds: float
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """What will stand beside the output."""
+        return self.manifest_of(slice(None))
+
+    def manifest_of(self, some: slice) -> Manifest:
+        """The manifest with these of the tensors alone."""
+        if self.checked is not None:
+            return replace(self.checked, tensors=self.checked.tensors[some])
+        return _manifest(self.opened, replace(self.plan, steps=self.plan.steps[some]))
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The source."""
+        return self.opened.checkpoint
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe, as it was loaded."""
+        return self.opened.recipe
+
+    @property
+    def resolved(self) -> ResolvedRecipe:
+        """The recipe's entries and packages."""
+        return self.opened.resolved
+
+    @property
+    def sidecars(self) -> Sidecars:
+        """What is copied beside the weights, and what is not."""
+        return self.opened.sidecars
+
+    @property
+    def headers(self) -> bytes:
+        """The source's headers, as they are kept for `revert`."""
+        return self.opened.headers
 
 
 def prepare(
@@ -41,6 +95,7 @@ def prepare(
     model_dir: Path,
     *,
     model_check: bool = True,
+    max_shard_bytes: int | None = None,
     trust_remote_code: bool = False,
     trust_kernels: Mapping[str, str] | None = None,
 ) -> Prepared:
@@ -50,6 +105,7 @@ def prepare(
         recipe_name: a recipe file, or the name of a shipped recipe.
         model_dir: the source checkpoint.
         model_check: build the model on meta and compare; without it no torch is imported for built-in layouts.
+        max_shard_bytes: how many bytes of tensors an output file holds at most; the source's sharding if left out.
         trust_remote_code: let kernel packages that the recipe trusts run on this machine.
         trust_kernels: package ID to digest: lets just these of them run.
 
@@ -57,28 +113,31 @@ def prepare(
         RecipeError, CheckpointError, TrustError, KernelRefusedError: see the error classes.
     """
     recipe = load_recipe(find_recipe(recipe_name))
-    return prepare_recipe(
-        recipe,
-        model_dir,
-        model_check=model_check,
-        trust_remote_code=trust_remote_code,
-        trust_kernels=trust_kernels,
-    )
+    opened = open_source(recipe, model_dir, trust_remote_code=trust_remote_code, trust_kernels=trust_kernels)
+    return check(opened, model_check=model_check, max_shard_bytes=max_shard_bytes)
 
 
-def prepare_recipe(
+def open_source(
     recipe: Recipe,
     model_dir: Path,
     *,
-    model_check: bool = True,
     trust_remote_code: bool = False,
     trust_kernels: Mapping[str, str] | None = None,
     resolved: ResolvedRecipe | None = None,
-) -> Prepared:
-    """`prepare` for a recipe that is loaded; `resolved` where its packages are imported already."""
-    started = time.perf_counter()
-    checkpoint = open_checkpoint(model_dir)
-    warnings = checkpoint.warnings
+) -> Opened:
+    """Read the headers, resolve the recipe, list the sidecars; `resolved` where its packages are imported already.
+
+    Raises:
+        RecipeError: the recipe is malformed, or not for this model.
+        CheckpointError: the source is damaged.
+        TrustError, KernelRefusedError: a package may not, or cannot, run.
+    """
+    try:
+        checkpoint = open_checkpoint(model_dir)
+    except OSError as error:  # of a disk, while files are looked at
+        raise CheckpointError(
+            f"cannot be read: {error.strerror or error}", where=str(error.filename or model_dir)
+        ) from error
     if checkpoint.model_type is None or not checkpoint.architectures:
         lacking = "model_type" if checkpoint.model_type is None else "architectures"
         raise CheckpointError(
@@ -98,6 +157,16 @@ def prepare_recipe(
         trust_kernels=trust_kernels,
         config_of=partial(_config_of, checkpoint),
     )
+    sidecars = list_sidecars(checkpoint)
+    digests, stamps = sidecar_digests(checkpoint, sidecars)
+    return Opened(checkpoint, recipe, resolved, sidecars, digests, stamps, source_headers(checkpoint))
+
+
+def check(opened: Opened, *, model_check: bool = True, max_shard_bytes: int | None = None) -> Prepared:
+    """Plan the conversion and check it; see `prepare`."""
+    started = time.perf_counter()
+    checkpoint, recipe, resolved = opened.checkpoint, opened.recipe, opened.resolved
+    warnings = checkpoint.warnings
     if model_check:
         from kconvert.convert.compute import compute
         from kconvert.convert.mapping_scope import check_mapping_scope
@@ -116,28 +185,32 @@ def prepare_recipe(
             compute=lambda entry, rule, tensors: compute(
                 rule, tensors, checkpoint, stock.model, error=RecipeError, where=entry.where
             ),
+            max_shard_bytes=max_shard_bytes,
         )
         check_mapping_scope(resolved, stock.model.state_dict(), stock.classes)
     else:
-        check_unmapped(str(checkpoint.model_type), model_dir)
-        plan = build_plan(checkpoint, resolved.entries)
-    sidecars = list_sidecars(checkpoint)
-    warnings += sidecars.warnings + rounding_warnings(plan) + computed_warnings(plan)
-    headers = source_headers(checkpoint)
-    manifest = build_manifest(checkpoint, recipe, plan, sidecars, headers)
-    if model_check:
-        manifest = check_packed_model(checkpoint, stock, plan, manifest, resolved)
-    return Prepared(
-        checkpoint,
-        recipe,
-        resolved,
-        plan,
-        sidecars,
-        manifest,
-        headers,
-        warnings,
-        time.perf_counter() - started,
+        plan = plan_of_files(opened, max_shard_bytes=max_shard_bytes)
+    warnings += opened.sidecars.warnings + rounding_warnings(plan) + computed_warnings(plan)
+    checked = check_packed_model(checkpoint, stock, plan, _manifest(opened, plan), resolved) if model_check else None
+    return Prepared(opened, plan, checked, warnings, time.perf_counter() - started)
+
+
+def _manifest(opened: Opened, plan: Plan) -> Manifest:
+    """The manifest before the model is looked at."""
+    return build_manifest(
+        opened.checkpoint, opened.recipe, plan, opened.sidecars, opened.sidecar_digests, opened.headers
     )
+
+
+def plan_of_files(opened: Opened, *, max_shard_bytes: int | None = None) -> Plan:
+    """The plan without the model: the names in the files are taken for those in the model.
+
+    Raises:
+        CheckpointError: transformers gives tensors of this model type other names, or the tensors do not fit.
+        RecipeError: the recipe does not fit.
+    """
+    check_unmapped(str(opened.checkpoint.model_type), opened.checkpoint.model_dir)
+    return build_plan(opened.checkpoint, opened.resolved.entries, max_shard_bytes=max_shard_bytes)
 
 
 def _config_of(checkpoint: Checkpoint) -> Any:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from kconvert import __version__
-from kconvert.checkpoint import Checkpoint, Sidecars, SourceTensor
+from kconvert.checkpoint import Checkpoint, FileStamp, Sidecars, SourceTensor, open_sidecar
+from kconvert.errors import CheckpointError
+from kconvert.garbage import collector_stopped
 from kconvert.manifest import (
     Manifest,
     OmittedRecord,
@@ -20,12 +24,19 @@ from kconvert.manifest import (
     TensorRecord,
     sha256_digest,
 )
-from kconvert.names import SOURCE_HEADERS_NAME
+from kconvert.names import CONFIG_NAME, SOURCE_HEADERS_NAME
 from kconvert.plan import Part, Plan, Step
 from kconvert.recipe import Recipe
 from kconvert.transforms import Arrangement
 
-__all__ = ["build_manifest", "computed_warnings", "rounding_warnings", "source_headers"]
+__all__ = [
+    "build_manifest",
+    "computed_warnings",
+    "digest_of_sidecar",
+    "rounding_warnings",
+    "sidecar_digests",
+    "source_headers",
+]
 
 
 def source_headers(checkpoint: Checkpoint) -> bytes:
@@ -37,21 +48,59 @@ def source_headers(checkpoint: Checkpoint) -> bytes:
     if checkpoint.index is not None:
         index = {"name": checkpoint.index_name, "text": checkpoint.index.raw}
     value = {"files": {file.name: file.header.raw.decode() for file in checkpoint.files}, "index": index}
-    return gzip.compress(json.dumps(value, sort_keys=True, ensure_ascii=False).encode(), compresslevel=9, mtime=0)
+    return gzip.compress(json.dumps(value, sort_keys=True, ensure_ascii=False).encode(), compresslevel=6, mtime=0)
 
 
-def _transformers_version() -> str:
+def transformers_version() -> str:
+    """The version of the installed transformers."""
     try:
         return version("transformers")
     except PackageNotFoundError:
         return "not installed"
 
 
-def build_manifest(checkpoint: Checkpoint, recipe: Recipe, plan: Plan, sidecars: Sidecars, headers: bytes) -> Manifest:
-    """The manifest of a plan, before the structural check has added what it learns."""
+def sidecar_digests(checkpoint: Checkpoint, sidecars: Sidecars) -> tuple[dict[str, str], dict[Path, FileStamp]]:
+    """The digest of every file that is copied, by name, and by path the stamp of the file that has it.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    digests, stamps = {}, {}
+    for item in sidecars.copied:
+        if item.name == CONFIG_NAME:  # written as it was read
+            digests[item.name] = sha256_digest(checkpoint.config_bytes)
+            continue
+        digests[item.name], stamps[item.path] = digest_of_sidecar(item.path, sidecars.roots)
+    return digests, stamps
+
+
+def digest_of_sidecar(path: Path, roots: tuple[str, ...]) -> tuple[str, FileStamp]:
+    """The digest of a file that lies below one of `roots`, and the stamp of the file that has it.
+
+    Raises:
+        CheckpointError: it cannot be read, or lies elsewhere.
+    """
+    try:
+        with open_sidecar(path, roots) as file:
+            stamp = FileStamp.of(file.fileno())
+            return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}", stamp
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+
+
+@collector_stopped()
+def build_manifest(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    plan: Plan,
+    sidecars: Sidecars,
+    digests: Mapping[str, str],
+    headers: bytes,
+) -> Manifest:
+    """The manifest of a plan, before the structural check has added what it learns; `digests` are the sidecars'."""
     return Manifest(
         kconvert_version=__version__,
-        transformers_version=_transformers_version(),
+        transformers_version=transformers_version(),
         model_type=plan.model_type,
         architecture=plan.architecture,
         config_digest=sha256_digest(checkpoint.config_bytes),
@@ -74,6 +123,7 @@ def build_manifest(checkpoint: Checkpoint, recipe: Recipe, plan: Plan, sidecars:
         carried=(),
         omitted=tuple(OmittedRecord(item.name, item.reason) for item in sidecars.omitted),
         sidecars=tuple(item.name for item in sidecars.copied),
+        sidecar_digests=dict(digests),
         weight_files=tuple(shard.name for shard in plan.shards),
         source_files=tuple(
             SourceFileRecord(file.name, file.size_bytes, sha256_digest(file.header.raw)) for file in checkpoint.files
@@ -81,6 +131,7 @@ def build_manifest(checkpoint: Checkpoint, recipe: Recipe, plan: Plan, sidecars:
         source_headers=SOURCE_HEADERS_NAME,
         source_headers_digest=sha256_digest(headers),
         written_by="apply",
+        digests=None,
     )
 
 
@@ -97,13 +148,16 @@ def _parts(step: Step, tensors: Mapping[str, SourceTensor]) -> tuple[PartRecord,
 
 
 def _origins(part: Part, tensors: Mapping[str, SourceTensor]) -> tuple[OriginRecord, ...]:
-    return tuple(
-        OriginRecord(name, tensors[name].file, tensors[name].dtype, tensors[name].shape, pieces)
-        for name, pieces in _pieces_by_source(part.stored).items()
-    )
+    found = []
+    for name, pieces in _pieces_by_source(part.stored).items():
+        tensor = tensors[name]
+        found.append(OriginRecord(name, tensor.file, tensor.dtype, tensor.shape, pieces))
+    return tuple(found)
 
 
 def _pieces_by_source(made: Arrangement) -> dict[str, tuple[tuple[int, ...], ...]]:
+    if len(made.pieces) == 1:
+        return {made.pieces[0].source: (made.pieces[0].numbers(),)}
     found: dict[str, list[tuple[int, ...]]] = {source: [] for source in made.sources}
     for piece in made.pieces:
         found[piece.source].append(piece.numbers())

@@ -75,7 +75,7 @@ class LayoutShapes:
         def shapes() -> dict[str, tuple[int, ...]]:
             taken = tuple(claim for claim in claims if claim.entry in self.resolved.packages)
             bare = Plan("", "", self.resolved.entries, taken, (), (), ())
-            manifest = build_manifest(self.checkpoint, self.recipe, bare, Sidecars((), (), ()), b"")
+            manifest = build_manifest(self.checkpoint, self.recipe, bare, Sidecars((), (), ()), {}, b"")
             packed, _ = _build_packed(self.stock, manifest, self.resolved)
             return {name: tuple(tensor.shape) for name, tensor in packed.state_dict().items()}
 

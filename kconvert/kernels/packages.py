@@ -9,7 +9,6 @@ it was copied, and only after this machine was told to trust it; what is about t
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import re
 import shlex
@@ -28,17 +27,12 @@ from typing import Any, cast
 from torch import nn
 
 from kconvert.errors import KernelRefusedError, RecipeError, TrustError, one_line
+from kconvert.kernels.package_files import BUILD_FOLDER, HOMES, digest_of_files, list_package_files, variant_of
 from kconvert.kernels.select import ANY_DEVICE
 from kconvert.kernels.stateless import check_stateless
 from kconvert.kernels.variants import Variant, choose_variant, has_kernels_library
-from kconvert.names import printable, unsafe_name_reason
 
 __all__ = ["PackageClasses", "PackageCopy", "check_trust", "copy_package", "import_package"]
-
-_MAX_FILES = 10_000
-_BYTE_CODE = (".pyc", ".pyo")
-_HOMES = ("__init__.py", "layers.py")
-_BUILD = "build"
 
 
 @dataclass(frozen=True)
@@ -73,63 +67,6 @@ class PackageClasses:
     unavailable: str | None = None
 
 
-def _listed_files(directory: Path, package_id: str, linked: Path | None, variants: frozenset[str] | None) -> list[str]:
-    if not directory.is_dir():
-        raise RecipeError(
-            f"kernel package {package_id!r}: {directory} is no folder", fix="give the path of the package's folder"
-        )
-    names = []
-    for path in sorted(directory.rglob("*")):
-        name = path.relative_to(directory).as_posix()
-        if variants is not None and _variant_of(f"{name}/") not in variants:
-            continue
-        if unsafe_name_reason(name):
-            raise KernelRefusedError(
-                f"kernel package {package_id!r} holds a file named {printable(name)!r}", fix="rename it"
-            )
-        if path.is_symlink() and not (linked is not None and path.resolve().parent == linked):
-            raise KernelRefusedError(
-                f"kernel package {package_id!r} holds a link, {name}", fix="replace it by the file"
-            )
-        if path.is_dir():
-            continue
-        if not path.is_file():
-            raise KernelRefusedError(
-                f"kernel package {package_id!r} holds {name}, which is no regular file", fix="remove it"
-            )
-        if path.suffix in _BYTE_CODE:
-            raise KernelRefusedError(
-                f"kernel package {package_id!r} holds byte code, {name}",
-                fix="remove every __pycache__ folder and .pyc file",
-            )
-        names.append(name)
-        if len(names) > _MAX_FILES:
-            raise KernelRefusedError(
-                f"kernel package {package_id!r} has over {_MAX_FILES} files", fix="name the package's own folder"
-            )
-    if not names:
-        raise RecipeError(
-            f"kernel package {package_id!r}: {directory} is empty", fix="give the path of the package's folder"
-        )
-    return names
-
-
-def _variant_of(name: str) -> str | None:
-    """The build variant that a file of a package belongs to."""
-    parts = name.split("/")
-    return parts[1] if len(parts) > 2 and parts[0] == _BUILD else None
-
-
-def _digest(directory: Path, names: list[str]) -> str:
-    """sha256 over every file's name, size and content, in name order."""
-    total = hashlib.sha256()
-    for name in names:
-        data = (directory / name).read_bytes()
-        total.update(f"{len(name.encode())}:{name}:{len(data)}:".encode())
-        total.update(data)
-    return f"sha256:{total.hexdigest()}"
-
-
 def copy_package(
     directory: Path, package_id: str, *, linked: Path | None = None, variants: frozenset[str] | None = None
 ) -> PackageCopy:
@@ -147,16 +84,14 @@ def copy_package(
         RecipeError: no such folder, or an empty one.
         KernelRefusedError: it holds links, byte code or special files.
     """
-    names = _listed_files(directory, package_id, linked, variants)
-    if not any(name in names for name in _HOMES) and any(_variant_of(name) for name in names):
-        names = [name for name in names if _variant_of(name)]
+    names = list_package_files(directory, package_id, linked=linked, variants=variants)
     private = Path(tempfile.mkdtemp(prefix="kconvert-kernels-"))
     atexit.register(shutil.rmtree, private, ignore_errors=True)
     copy = private / "package"
     for name in names:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(directory / name, copy / name)
-    return PackageCopy(package_id, copy, tuple(names), _digest(copy, names))
+    return PackageCopy(package_id, copy, tuple(names), digest_of_files(copy, names))
 
 
 def check_trust(
@@ -205,8 +140,8 @@ def _variant(package: PackageCopy) -> Variant | None:
     Raises:
         KernelRefusedError: it is built, and not for this machine.
     """
-    names = {name for file in package.files if (name := _variant_of(file)) is not None}
-    if not names or any(home in package.files for home in _HOMES):
+    names = {name for file in package.files if (name := variant_of(file)) is not None}
+    if not names or any(home in package.files for home in HOMES):
         return None
     chosen = choose_variant(names)
     if chosen is None:
@@ -223,14 +158,14 @@ def _home(package: PackageCopy, variant: Variant | None) -> Path:
     """The folder with `__init__.py` or `layers.py`; older builds have it inside the variant, under the kernel's name."""
     if variant is None:
         return package.path
-    folder = package.path / _BUILD / variant.name
+    folder = package.path / BUILD_FOLDER / variant.name
     inner = [path for path in sorted(folder.iterdir()) if (path / "__init__.py").is_file()]
-    return inner[0] if len(inner) == 1 and not any((folder / name).is_file() for name in _HOMES) else folder
+    return inner[0] if len(inner) == 1 and not any((folder / name).is_file() for name in HOMES) else folder
 
 
 def _check_dependencies(package: PackageCopy, variant: Variant | None) -> None:
     """Refuse a package that needs other packages of the Hub: these are not brought along."""
-    folder = package.path if variant is None else package.path / _BUILD / variant.name
+    folder = package.path if variant is None else package.path / BUILD_FOLDER / variant.name
     try:
         metadata = json.loads((folder / "metadata.json").read_bytes())
         needs = [item["repo-id"] for item in metadata.get("kernel-depends", ())]

@@ -1,6 +1,6 @@
 """`kconvert_manifest.json`: what was changed, and what to patch at load.
 
-Schema 2.  The manifest is data only: no import path in it is ever imported, kernels are named by IDs and
+Schema 3.  The manifest is data only: no import path in it is ever imported, kernels are named by IDs and
 packages by digest.  It holds enough to invert every target tensor and to shard it.  Reading checks the
 schema version, the digest of the manifest itself, every type, and every file name.
 """
@@ -8,16 +8,24 @@ schema version, the digest of the manifest itself, every type, and every file na
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from kconvert.errors import ManifestError
-from kconvert.manifest.canonical import canonical_json, sha256_digest, unique_pairs
+from kconvert.manifest.canonical import (
+    canonical_items,
+    canonical_parts,
+    sha256_of,
+    unique_pairs,
+)
 from kconvert.names import MANIFEST_NAME, unsafe_name_reason
 from kconvert.transforms import Arrangement, Piece, has_overlap, invert
 
@@ -35,8 +43,11 @@ __all__ = [
     "load_manifest",
 ]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _LIMIT_BYTES = 512 * 1024 * 1024
+_MOST_ELEMENTS = 2**60
+_MOST_NUMBERS = 2 + 3 * 60
+"""Of a piece: each of its dims has two steps or more."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +181,8 @@ class Manifest:
     """The whole manifest.
 
     `model_checked` says whether the structural check ran; only then is `carried` known.  `written_by` is `apply`,
-    or `save_pretrained` where the values are no longer those of the source.
+    or `save_pretrained` where the values are no longer those of the source.  `sidecar_digests` are those of all `sidecars`;
+    `digests` those of all tensors as they are stored, by target, where they were asked for: the sha256 as hex.
     """
 
     kconvert_version: str
@@ -186,38 +198,32 @@ class Manifest:
     carried: tuple[str, ...]
     omitted: tuple[OmittedRecord, ...]
     sidecars: tuple[str, ...]
+    sidecar_digests: dict[str, str]
     weight_files: tuple[str, ...]
     source_files: tuple[SourceFileRecord, ...]
     source_headers: str | None
     source_headers_digest: str | None
     written_by: str
+    digests: dict[str, str] | None
     schema: int = SCHEMA_VERSION
 
     def to_bytes(self) -> bytes:
         """Canonical JSON with `digest` over everything else."""
-        body = _plain(self)
-        return canonical_json({**body, "digest": _digest_of(body)})
+        items = canonical_items(vars(self))
+        items |= canonical_items({"digest": sha256_of(canonical_parts(items))})
+        return b"".join(canonical_parts(items))
 
     def digest(self) -> str:
         """`sha256:<hex>` over everything else in it, as the file has it."""
-        return _digest_of(_plain(self))
+        return _digest_of(vars(self))
 
     def tensors_by_target(self) -> dict[str, TensorRecord]:
         """Target name to record."""
         return {record.target: record for record in self.tensors}
 
 
-def _plain(value: Any) -> Any:
-    """`value` as JSON has it, which `dataclasses.asdict` gives too, in a quarter of the time."""
-    if is_dataclass(value):
-        return {name: _plain(item) for name, item in vars(value).items()}
-    if isinstance(value, tuple):
-        return list(value) if value and type(value[0]) is int else [_plain(item) for item in value]
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
 def _digest_of(body: Mapping[str, Any]) -> str:
-    return sha256_digest(canonical_json(body))
+    return sha256_of(canonical_parts(canonical_items(body)))
 
 
 def load_manifest(directory: Path) -> Manifest:
@@ -229,8 +235,9 @@ def load_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_NAME
     fix = "convert the checkpoint again"
     try:
-        too_large = path.stat().st_size > _LIMIT_BYTES
-        value = None if too_large else json.loads(path.read_bytes(), object_pairs_hook=unique_pairs)
+        data = _read_bytes(path)
+        too_large = len(data) > _LIMIT_BYTES
+        value = None if too_large else json.loads(data, object_pairs_hook=unique_pairs)
     except FileNotFoundError:
         if not directory.exists():
             raise ManifestError(
@@ -266,6 +273,19 @@ def load_manifest(directory: Path) -> Manifest:
     return manifest
 
 
+def _read_bytes(path: Path) -> bytes:
+    """The bytes of a regular file, and no more than a manifest can have and one."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # without waiting: a named pipe may lie there
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("not a regular file")
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            return file.read(min(status.st_size, _LIMIT_BYTES) + 1)
+    finally:
+        os.close(fd)
+
+
 def _check(manifest: Manifest, where: str) -> None:
     headers = (manifest.source_headers,) if manifest.source_headers is not None else ()
     names: Iterable[str] = (
@@ -280,6 +300,10 @@ def _check(manifest: Manifest, where: str) -> None:
         if reason:
             raise ManifestError(f"file name {name!r} is {reason}", where=where, fix="do not use this checkpoint")
     _check_tensors(manifest, where)
+    if manifest.sidecar_digests.keys() != {*manifest.sidecars}:
+        raise ManifestError("not every sidecar has its digest", where=where)
+    if manifest.digests is not None and manifest.digests.keys() != {record.target for record in manifest.tensors}:
+        raise ManifestError("not every tensor has its digest", where=where)
     paths = [path for patch in manifest.patches for claim in patch.modules for path in claim]
     if len(set(paths)) != len(paths):
         raise ManifestError("a module is patched twice", where=where)
@@ -287,6 +311,9 @@ def _check(manifest: Manifest, where: str) -> None:
         wanted = patch.kind in ("replace", "fuse") and bool(patch.classes) and bool(patch.kernels)
         if not wanted or any(len(claim) != len(patch.classes) for claim in patch.modules):
             raise ManifestError(f"patch of {patch.patterns} is malformed", where=where)
+        facts = (fact for found in (patch.facts or {}).values() for fact in found.values())
+        if any(isinstance(fact, list | dict) for fact in facts):
+            raise ManifestError(f"a fact of the patch of {patch.patterns} is no single value", where=where)
 
 
 def _check_tensors(manifest: Manifest, where: str) -> None:
@@ -300,11 +327,12 @@ def _check_tensors(manifest: Manifest, where: str) -> None:
         if record.target in targets:
             raise ManifestError(f"tensor {record.target!r} stands twice", where=where)
         targets.add(record.target)
-        if not record.exact:
-            if any(part.pieces for part in record.parts):
-                raise ManifestError(f"{record.target!r} was computed, and has pieces", where=where)
-            continue
         try:
+            _check_numbers(record)
+            if not record.exact:
+                if any(part.pieces for part in record.parts):
+                    raise ManifestError(f"{record.target!r} was computed, and has pieces", where=where)
+                continue
             _check_pieces(record.arrangement(), {part.source: part.shape for part in record.parts}, parts)
             for part in record.parts:
                 # a part that lies in several targets, some of it in each, has the same origins in all of them
@@ -320,6 +348,20 @@ def _check_tensors(manifest: Manifest, where: str) -> None:
         origins.check()
     except ValueError as error:
         raise ManifestError(str(error), where=where) from None
+
+
+def _check_numbers(record: TensorRecord) -> None:
+    """Raises ValueError for a tensor or a piece beyond all sizes, before anything is reckoned with such numbers."""
+    for shape in (record.shape, *(part.shape for part in record.parts), *(origin.shape for origin in record.origins)):
+        count = 1
+        for size in shape:
+            count *= size
+            if abs(count) > _MOST_ELEMENTS:
+                raise ValueError("a shape has more than 2**60 elements")
+    for part in record.parts:
+        for piece in chain(part.pieces, *(origin.pieces for origin in part.origins)):
+            if len(piece) > _MOST_NUMBERS or max(piece, default=0) > _MOST_ELEMENTS:
+                raise ValueError("a piece has more dims or steps than any tensor")
 
 
 class _Uses:

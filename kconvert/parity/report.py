@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from kconvert.manifest import canonical_json
 from kconvert.names import PARITY_NAME
-from kconvert.parity.results import Failure, LevelResult
+from kconvert.parity.bytes_result import BytesLevel
+from kconvert.parity.results import Failure, LogitsLevel, ModulesLevel
 from kconvert.rewrite.durable import write_synced
 
-__all__ = ["ParityReport", "write_report"]
+__all__ = ["LevelResult", "ParityReport", "write_report"]
+
+LevelResult: TypeAlias = BytesLevel | ModulesLevel | LogitsLevel
 
 
 @dataclass(frozen=True)
@@ -25,17 +28,21 @@ class ParityReport:
 
     Attributes:
         levels: name to result, in the order in which they ran.
-        from_source: whether the stock weights came from the source; else they are those of the converted file.
+        from_source: whether the source was given; else the stock weights are those of the converted file.
         manifest_digest: of the converted directory.
-        device: `type` as torch names it, and `name`.
-        versions: of kconvert, torch and transformers.
+        device: `type` as torch names it, and `name`; None where no model ran.
+        versions: of kconvert and, where a model ran, of torch and transformers.
+        not_run: levels that were asked for, and did not run because the files are not those of a model.
+        written_by: as in the manifest.
     """
 
     levels: dict[str, LevelResult]
     from_source: bool
     manifest_digest: str
-    device: dict[str, str]
+    device: dict[str, str] | None
     versions: dict[str, str]
+    not_run: tuple[str, ...] = ()
+    written_by: str = "apply"
 
     @property
     def failures(self) -> tuple[Failure, ...]:
@@ -43,10 +50,53 @@ class ParityReport:
         return tuple(failure for level in self.levels.values() for failure in level.failures())
 
     @property
+    def ran_model(self) -> bool:
+        """Whether a level ran that loads the two models."""
+        return any(not isinstance(level, BytesLevel) for level in self.levels.values())
+
+    @property
+    def stock_weights(self) -> str | None:
+        """Where the weights of the stock model came from; None where no model ran."""
+        if not self.ran_model:
+            return None
+        return "source" if self.from_source else "converted file"
+
+    @property
+    def unproved(self) -> tuple[str, ...]:
+        """What was not shown, level by level."""
+        found = [f"level {name} was not run" for name in self.not_run]
+        for name, level in self.levels.items():
+            if level.unproved is not None:
+                found.append(f"{name}: {level.unproved}")
+        if self.ran_model and not self.from_source:
+            found.append("the stock weights were taken out of the converted file, and may be wrong there")
+        return tuple(found)
+
+    @property
+    def proof(self) -> str | None:
+        """What would show it, where that is known."""
+        if self.written_by != "apply":
+            return None
+        if not self.from_source:
+            return "give the source with --source DIR" + (
+                "" if self.ran_model else ", or convert with `apply --digests`"
+            )
+        is_bytes = any(isinstance(level, BytesLevel) and level.unproved for level in self.levels.values())
+        return "convert with `apply --digests`" if is_bytes else None
+
+    @property
+    def proved(self) -> bool:
+        """Whether everything that the levels look at was shown to hold."""
+        return not self.failures and not self.unproved
+
+    @property
     def fix(self) -> str:
         """What to do about the failures."""
         if all(failure.is_kernel for failure in self.failures):
             return 'load it with kernels="reference", which gives the stock results, and tell who wrote the kernel'
+        fix = self.failures[0].fix
+        if fix is not None:
+            return fix
         if self.from_source:
             return (
                 "make sure that --source is the checkpoint that was converted, not another one of its shape; if it is, "
@@ -59,12 +109,15 @@ class ParityReport:
         return {
             "schema": 1,
             "holds": not self.failures,
+            "proved": self.proved,
+            "unproved": list(self.unproved),
             "failures": [{"where": failure.where, "what": failure.what} for failure in self.failures],
-            "stock_weights": "source" if self.from_source else "converted file",
+            "stock_weights": self.stock_weights,
             "manifest_digest": self.manifest_digest,
             "device": self.device,
             "versions": self.versions,
             "levels": {name: level.to_json() for name, level in self.levels.items()},
+            "not_run": list(self.not_run),
         }
 
 

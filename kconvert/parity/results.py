@@ -15,7 +15,6 @@ from typing import Any
 
 __all__ = [
     "Failure",
-    "LevelResult",
     "LogitsLevel",
     "LogitsResult",
     "ModuleResult",
@@ -124,11 +123,12 @@ class ModuleResult:
 
 @dataclass(frozen=True)
 class Failure:
-    """Something that does not hold: where, what was found, and whether only a kernel is to blame for it."""
+    """Something that does not hold: where, what was found, whether only a kernel is to blame for it, and the way out."""
 
     where: str
     what: str
     is_kernel: bool = False
+    fix: str | None = None
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,14 @@ class ModulesLevel:
     def unshown(self) -> tuple[ModuleResult, ...]:
         """Modules with a comparison, in any dtype, in which every value is zero or NaN."""
         return tuple(module for module in self.modules if module.unshown_dtypes)
+
+    @property
+    def unproved(self) -> str | None:
+        """What was not shown, or None: a module that was not reached, did not run, or gave nothing but zero and NaN."""
+        missing = [module for module in self.modules if not self._is_proven(module) or module.unshown_dtypes]
+        if not missing:
+            return None
+        return f"{len(missing)} of {len(self.modules)} patched modules could not be shown, e.g. {missing[0].path}"
 
     @property
     def num_reached(self) -> int:
@@ -216,6 +224,12 @@ class LogitsLevel:
     stopped: str | None
     settings: dict[str, Any]
 
+    @property
+    def unproved(self) -> str | None:
+        """What was not shown, or None: a run that was left out."""
+        missing = next((each for each in self.results if each.verdict is Verdict.NOT_RUN), None)
+        return None if missing is None else f"{missing.dtype}, {missing.kernels} was not run: {missing.reason}"
+
     def failures(self) -> tuple[Failure, ...]:
         """What does not hold, the worst first."""
         if self.stopped is not None:
@@ -227,9 +241,6 @@ class LogitsLevel:
     def to_json(self) -> dict[str, Any]:
         """All of it."""
         return {**self.settings, "stopped": self.stopped, "results": [asdict(result) for result in self.results]}
-
-
-LevelResult = ModulesLevel | LogitsLevel
 
 
 def worst(results: Iterable[Result]) -> Result:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kconvert.checkpoint import MAX_CONFIG_BYTES, open_checkpoint, read_bounded
+from kconvert.checkpoint import MAX_CONFIG_BYTES, Checkpoint, open_checkpoint, read_bounded
 from kconvert.errors import CheckpointError, UsageError, VerificationError
 from kconvert.manifest import Manifest, sha256_digest
 from kconvert.names import CONFIG_NAME
@@ -33,8 +33,8 @@ def check_config(directory: Path, manifest: Manifest) -> None:
         )
 
 
-def check_source(source: Path, manifest: Manifest) -> None:
-    """Compare the headers of a checkpoint with those that the manifest has.
+def check_source(source: Path, manifest: Manifest) -> Checkpoint:
+    """Compare the headers of a checkpoint with those that the manifest has, and give it.
 
     Raises:
         CheckpointError: the source is damaged, or is not the one.
@@ -71,6 +71,7 @@ def check_source(source: Path, manifest: Manifest) -> None:
         raise CheckpointError(
             "not the source: its config.json is not the one that was converted", where=where, fix=_FIX
         )
+    return checkpoint
 
 
 def _listed(names: object) -> str:

@@ -1,7 +1,7 @@
 """The planner: which tensors become which, decided from headers alone."""
 
 from kconvert.plan.build import build_plan
-from kconvert.plan.explain import explain_plan
+from kconvert.plan.explain import explain_files, explain_patches, explain_plan
 from kconvert.plan.match import check_conflicts, match_entries, module_paths_of
 from kconvert.plan.model import (
     COPY,
@@ -9,7 +9,6 @@ from kconvert.plan.model import (
     Entry,
     Made,
     ModuleTensor,
-    Origin,
     OutputShard,
     Pair,
     Part,
@@ -35,7 +34,6 @@ __all__ = [
     "Join",
     "Made",
     "ModuleTensor",
-    "Origin",
     "OutputShard",
     "PackState",
     "Packable",
@@ -48,6 +46,8 @@ __all__ = [
     "TensorGroup",
     "build_plan",
     "check_conflicts",
+    "explain_files",
+    "explain_patches",
     "explain_plan",
     "find_packable",
     "group_tensors",

@@ -7,16 +7,17 @@ written.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from kconvert.checkpoint import DTYPE_BITS, FLOAT_DTYPES, Checkpoint
+from kconvert.checkpoint import DTYPE_BITS, FLOAT_DTYPES, Checkpoint, SourceTensor
 from kconvert.errors import CheckpointError, RecipeError
-from kconvert.names import SINGLE_NAME, natural_key, parents, shard_name
+from kconvert.garbage import collector_stopped
+from kconvert.names import modules_above, natural_key
 from kconvert.plan.match import check_conflicts, match_entries, module_paths_of
-from kconvert.plan.model import COPY, Claim, Entry, Made, ModuleTensor, Origin, OutputShard, Part, Plan, Step
-from kconvert.transforms import Arrangement, BoundRule, ShapeError, is_taken, runs_of, whole
+from kconvert.plan.model import COPY, Claim, Entry, Made, ModuleTensor, Part, Plan, Step
+from kconvert.plan.sharding import output_shards
+from kconvert.transforms import Arrangement, BoundRule, Piece, ShapeError, cuts_bytes, is_taken, whole
 
 __all__ = ["build_plan"]
 
@@ -27,6 +28,7 @@ ShapeOf: TypeAlias = Callable[[str], tuple[int, ...] | None]
 """The shape of a tensor, by full name; None where it is not known."""
 
 
+@collector_stopped()
 def build_plan(
     checkpoint: Checkpoint,
     entries: Sequence[Entry],
@@ -36,6 +38,7 @@ def build_plan(
     check_claims: Callable[[Sequence[Claim]], None] | None = None,
     shapes_of: Callable[[Sequence[Claim]], ShapeOf] = lambda claims: lambda name: None,
     compute: Compute | None = None,
+    max_shard_bytes: int | None = None,
 ) -> Plan:
     """Plan the conversion of `checkpoint`.
 
@@ -49,14 +52,17 @@ def build_plan(
         shapes_of: called with the claims, gives the shape that the packed model has for a tensor, or None; asked where a
             conversion mapping depends on it.
         compute: makes what a conversion mapping computes; None where there is no model to do it with.
+        max_shard_bytes: see `output_shards`.
 
     Raises:
+        UsageError: `max_shard_bytes` below 1.
         RecipeError: patterns, classes or claims do not fit.
         CheckpointError: a group is incomplete, of mixed dtypes, or of shapes that do not join.
     """
     if tensors is None:
-        tensors = (ModuleTensor(name, whole(name, tensor.shape)) for name, tensor in checkpoint.tensors.items())
-    sources = _by_name(checkpoint, tensors)
+        sources = {name: ModuleTensor(name, whole(name, each.shape)) for name, each in checkpoint.tensors.items()}
+    else:
+        sources = _by_name(checkpoint, tensors)
     paths = module_paths_of(sources) if classes is None else tuple(classes)
     claims, traces = match_entries(entries, paths, classes)
     check_conflicts(entries, claims)
@@ -64,20 +70,33 @@ def build_plan(
         check_claims(claims)
     _check_quantization(checkpoint, entries, sources.values())
 
-    inside = _names_by_module(sources)
-    steps, taken = [], set()
+    inside = _names_by_module(sources, {path for claim in claims for path in claim.paths})
+    steps, taken = [], set[str]()
     shape_of = shapes_of(claims)
+    repeats = _Repeats(sources, checkpoint)
     for claim in claims:
         entry = entries[claim.entry]
-        held = {name for path in claim.paths for name in inside.get(path, ()) if is_taken(name, path, entry.takes)}
-        names = sorted(held, key=natural_key)
+        names = [name for path in claim.paths for name in inside[path] if is_taken(name, path, entry.takes)]
+        if len(claim.paths) > 1:
+            names = sorted({*names}, key=natural_key)
         taken.update(names)
-        for rule in _bind(entry, claim, names, checkpoint):
-            if rule.is_computed:
-                steps += _computed_steps(entry, claim, rule, sources, checkpoint, compute)
-            else:
-                steps += _steps(entry, claim, rule, sources, checkpoint, shape_of)
-    steps += [_copy_step(tensor, checkpoint) for name, tensor in sources.items() if name not in taken]
+        may_repeat = tensors is None and entry.layout.package is None  # else names may decide, or shapes in the model
+        found = repeats.find(claim, names) if may_repeat else None
+        if found is None:
+            found = []
+            for rule in _bind(entry, claim, names, checkpoint):
+                if rule.is_computed:
+                    found += _computed_steps(entry, claim, rule, sources, checkpoint, compute)
+                else:
+                    found += _steps(entry, claim, rule, sources, checkpoint, shape_of)
+            if may_repeat:
+                repeats.add(claim, names, found)
+        steps += found
+    steps += [
+        _moved_step(tensor, checkpoint, target=name, op=tensor.op, entry=None)
+        for name, tensor in sources.items()
+        if name not in taken
+    ]
     _check_targets(steps)
     steps.sort(key=lambda step: natural_key(step.target))
     return Plan(
@@ -87,11 +106,12 @@ def build_plan(
         claims=claims,
         traces=traces,
         steps=tuple(steps),
-        shards=_shards(steps, [file.name for file in checkpoint.files]),
+        shards=output_shards(steps, checkpoint.files, max_shard_bytes),
     )
 
 
 def _by_name(checkpoint: Checkpoint, tensors: Iterable[ModuleTensor]) -> dict[str, ModuleTensor]:
+    """The tensors in natural order of their names."""
     sources: dict[str, ModuleTensor] = {}
     for tensor in tensors:
         if tensor.name in sources:
@@ -102,15 +122,67 @@ def _by_name(checkpoint: Checkpoint, tensors: Iterable[ModuleTensor]) -> dict[st
                 fix="remove one of them from the checkpoint",
             )
         sources[tensor.name] = tensor
-    return sources
+    return {name: sources[name] for name in sorted(sources, key=natural_key)}
 
 
-def _names_by_module(names: Iterable[str]) -> dict[str, list[str]]:
-    inside: dict[str, list[str]] = defaultdict(list)
+def _names_by_module(names: Iterable[str], paths: Collection[str]) -> dict[str, list[str]]:
+    """Each of the module `paths`, to the tensors below it."""
+    inside: dict[str, list[str]] = {path: [] for path in paths}
     for name in names:
-        for above in parents(name):
-            inside[above].append(name)
+        for above in modules_above(name):
+            if above in inside:
+                inside[above].append(name)
     return inside
+
+
+_Form: TypeAlias = tuple[int, tuple[tuple[int, str, str, tuple[int, ...]], ...]]
+"""An entry, and per tensor in its modules: which module, its name there, its dtype and its shape."""
+
+
+class _Repeats:
+    """The steps of modules whose tensors have the names, dtypes and shapes of others': most layers are alike.
+
+    Only for steps that take tensors of the files as they are.
+    """
+
+    def __init__(self, sources: Mapping[str, ModuleTensor], checkpoint: Checkpoint) -> None:
+        self._sources = sources
+        self._tensors = checkpoint.tensors
+        self._known: dict[_Form, tuple[Claim, Sequence[str], Sequence[Step]]] = {}
+
+    def add(self, claim: Claim, names: Sequence[str], steps: Sequence[Step]) -> None:
+        """Note the steps of a claim that holds the tensors `names`."""
+        self._known[self._form(claim, names)] = claim, names, steps
+
+    def find(self, claim: Claim, names: Sequence[str]) -> list[Step] | None:
+        """The steps of a claim, where one of its form was noted."""
+        known = self._known.get(self._form(claim, names))
+        if known is None:
+            return None
+        first, their_names, steps = known
+        renamed = dict(zip(their_names, names, strict=True))
+        return [self._again(step, claim.paths[0] + step.target[len(first.paths[0]) :], renamed) for step in steps]
+
+    def _form(self, claim: Claim, names: Sequence[str]) -> _Form:
+        form = []
+        for name in names:
+            module = next(number for number, path in enumerate(claim.paths) if name.startswith(f"{path}."))
+            tensor = self._tensors[name]
+            form.append((module, name[len(claim.paths[module]) :], tensor.dtype, tensor.shape))
+        return claim.entry, tuple(form)
+
+    def _again(self, step: Step, target: str, renamed: Mapping[str, str]) -> Step:
+        names = [renamed[part.source] for part in step.parts]
+        parts = tuple(Part(name, self._sources[name].stored) for name in names)
+        origins = tuple(self._tensors[name] for name in names)
+        stored = parts[0].stored
+        if step.stored is not step.parts[0].stored:  # of several, or a part of one
+            pieces = (
+                Piece(renamed[each.source], each.source_start, each.target_start, each.dims)
+                for each in step.stored.pieces
+            )
+            stored = Arrangement(step.stored.shape, tuple(pieces))
+        return Step(target, step.dtype, step.op, step.entry, parts, stored, origins, stored)
 
 
 def _check_quantization(checkpoint: Checkpoint, entries: Sequence[Entry], tensors: Iterable[ModuleTensor]) -> None:
@@ -162,31 +234,49 @@ def _steps(
 ) -> list[Step]:
     """The targets of a rule, told twice: out of the stock model's tensors, and out of those of the files."""
     taken = {name: sources[name] for name in rule.sources}
-    computed = next((tensor for tensor in taken.values() if tensor.computed is not None), None)
-    if computed is not None:
-        raise RecipeError(
-            f"{computed.name!r} is made by {computed.op}, so it cannot be packed as well",
-            where=entry.where,
-            fix="leave these layers out of the path",
-        )
-    origins = [_origin(name, checkpoint) for tensor in taken.values() for name in tensor.stored.sources]
-    listed = ", ".join(f"{origin.name} {origin.dtype} {list(origin.shape)}" for origin in origins[:4])
-    listed += f" and {len(origins) - 4} more" if len(origins) > 4 else ""
-    dtype = _target_dtype(rule.target, origins, checkpoint, None if rule.is_rename else entry)
+    for tensor in taken.values():
+        if tensor.computed is not None:
+            raise RecipeError(
+                f"{tensor.name!r} is made by {tensor.op}, so it cannot be packed as well",
+                where=entry.where,
+                fix="leave these layers out of the path",
+            )
+    if rule.is_rename:
+        (tensor,) = taken.values()
+        _check_inside(entry, claim, rule, (rule.target,))
+        op = tensor.op if tensor.op != COPY else rule.label
+        return [_moved_step(tensor, checkpoint, target=rule.target, op=op, entry=entry.number)]
+    origins = [checkpoint.tensors[name] for tensor in taken.values() for name in tensor.stored.sources]
+    dtype = _target_dtype(rule.target, origins, checkpoint, entry)
     try:
-        stored = rule.arrange({name: tensor.stored for name, tensor in taken.items()}, shape_of)
-        made = rule.arrange({name: whole(name, tensor.stored.shape) for name, tensor in taken.items()}, shape_of)
+        stored = made = rule.arrange({name: tensor.stored for name, tensor in taken.items()}, shape_of)
+        if not all(tensor.is_unchanged for tensor in taken.values()):
+            made = rule.arrange({name: whole(name, tensor.stored.shape) for name, tensor in taken.items()}, shape_of)
     except ShapeError as error:
+        listed = ", ".join(f"{origin.name} {origin.dtype} {list(origin.shape)}" for origin in origins[:4])
+        listed += f" and {len(origins) - 4} more" if len(origins) > 4 else ""
         what = f"{rule.target!r} cannot be made of {listed} ({error})"
         if entry.layout.package is not None:
             raise RecipeError(what, where=entry.where, fix="check the package's conversion_mapping") from None
         raise CheckpointError(what, where=str(checkpoint.model_dir), fix="check the checkpoint's config.json") from None
     _check_inside(entry, claim, rule, made)
     done = dict.fromkeys(tensor.op for tensor in taken.values() if tensor.op != COPY)
-    op = ", ".join((*done, rule.label) if not (done and rule.is_rename) else done)
-    return [
-        _step(target, dtype, op, entry.number, made[target], sources, stored[target], checkpoint) for target in made
+    op = ", ".join((*done, rule.label))
+    steps = [
+        Step(
+            target,
+            dtype,
+            op,
+            entry.number,
+            tuple(Part(name, sources[name].stored) for name in made[target].sources),
+            made[target],
+            tuple(checkpoint.tensors[name] for name in stored[target].sources),
+            stored[target],
+        )
+        for target in made
     ]
+    _check_bytes(steps, checkpoint)
+    return steps
 
 
 def _check_inside(entry: Entry, claim: Claim, rule: BoundRule, made: Iterable[str]) -> None:
@@ -217,7 +307,7 @@ def _computed_steps(
     made = compute(entry, rule, taken)
     _check_inside(entry, claim, rule, made)
     parts = tuple(Part(name, tensor.stored) for name, tensor in taken.items())
-    origins = tuple(_origin(name, checkpoint) for tensor in taken.values() for name in tensor.stored.sources)
+    origins = tuple(checkpoint.tensors[name] for tensor in taken.values() for name in tensor.stored.sources)
     return [
         Step(
             name,
@@ -234,49 +324,32 @@ def _computed_steps(
     ]
 
 
-def _copy_step(tensor: ModuleTensor, checkpoint: Checkpoint) -> Step:
-    name, shape = tensor.name, tensor.stored.shape
-    origins = [_origin(source, checkpoint) for source in tensor.sources]
+def _moved_step(tensor: ModuleTensor, checkpoint: Checkpoint, *, target: str, op: str, entry: int | None) -> Step:
+    """A tensor of the stock model, as it is, under the name `target`."""
+    parts = (Part(tensor.name, tensor.stored),)
+    origins = tuple(checkpoint.tensors[name] for name in tensor.sources)
     if tensor.computed is not None:
-        part = Part(name, tensor.stored)
         dtype = tensor.computed.dtype
-        return Step(
-            name, dtype, tensor.op, None, (part,), tensor.stored, tuple(origins), tensor.stored, tensor.computed
-        )
-    dtype = _target_dtype(name, origins, checkpoint, None)
-    return _step(name, dtype, tensor.op, None, whole(name, shape), {name: tensor}, tensor.stored, checkpoint)
-
-
-def _step(
-    target: str,
-    dtype: str,
-    op: str,
-    entry: int | None,
-    made: Arrangement,
-    sources: Mapping[str, ModuleTensor],
-    stored: Arrangement,
-    checkpoint: Checkpoint,
-) -> Step:
-    parts = tuple(Part(name, sources[name].stored) for name in made.sources)
-    step = Step(
-        target, dtype, op, entry, parts, made, tuple(_origin(name, checkpoint) for name in stored.sources), stored
-    )
-    bits = DTYPE_BITS[dtype]
-    if bits < 8 and any(start * bits % 8 for run in runs_of(stored.pieces) for start in (run[0], run[1], run[2])):
-        raise CheckpointError(
-            f"{target!r} is {dtype}, and its parts begin inside of a byte",
-            where=str(checkpoint.model_dir),
-            fix="leave these layers out of the path",
-        )
+        return Step(target, dtype, op, entry, parts, tensor.stored, origins, tensor.stored, tensor.computed)
+    dtype = _target_dtype(target, origins, checkpoint, None)
+    made = tensor.stored if tensor.is_unchanged else whole(tensor.name, tensor.stored.shape)
+    step = Step(target, dtype, op, entry, parts, made, origins, tensor.stored)
+    _check_bytes((step,), checkpoint)
     return step
 
 
-def _origin(name: str, checkpoint: Checkpoint) -> Origin:
-    tensor = checkpoint.tensors[name]
-    return Origin(name, tensor.file, tensor.dtype, tensor.shape, tensor.offset, tensor.size_bytes)
+def _check_bytes(steps: Iterable[Step], checkpoint: Checkpoint) -> None:
+    """Refuse what would cut a byte that holds several values."""
+    for step in steps:
+        if cuts_bytes(step.stored.pieces, DTYPE_BITS[step.dtype]):
+            raise CheckpointError(
+                f"{step.target!r} is {step.dtype}, and its parts begin inside of a byte",
+                where=str(checkpoint.model_dir),
+                fix="leave these layers out of the path",
+            )
 
 
-def _target_dtype(target: str, origins: Sequence[Origin], checkpoint: Checkpoint, entry: Entry | None) -> str:
+def _target_dtype(target: str, origins: Sequence[SourceTensor], checkpoint: Checkpoint, entry: Entry | None) -> str:
     """The dtype of a target: that of `entry`, which joins tensors, where it names one; else that of the origins."""
     found = {origin.dtype for origin in origins}
     where = str(checkpoint.model_dir)
@@ -316,21 +389,3 @@ def _check_targets(steps: Sequence[Step]) -> None:
                 fix="the checkpoint already holds a tensor of that name: was it packed before?",
             )
         seen[step.target] = step
-
-
-def _shards(steps: Sequence[Step], files: Sequence[str]) -> tuple[OutputShard, ...]:
-    """The source's sharding: a tensor goes where its first part lies; shards left empty are dropped.
-
-    Within a shard wide items come first, because a safetensors file has no holes and a loader wants tensors
-    aligned to their item size.
-    """
-    by_file: dict[str, list[Step]] = defaultdict(list)
-    for step in steps:
-        by_file[step.origins[0].file].append(step)
-    kept = [file for file in files if by_file[file]]
-    shards = []
-    for number, file in enumerate(kept, start=1):
-        name = SINGLE_NAME if len(kept) == 1 else shard_name(number, len(kept))
-        ordered = sorted(by_file[file], key=lambda step: (-DTYPE_BITS[step.dtype], natural_key(step.target)))
-        shards.append(OutputShard(name, tuple(ordered)))
-    return tuple(shards)

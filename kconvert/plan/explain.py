@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from kconvert.plan.model import Plan
 
-__all__ = ["explain_plan"]
+__all__ = ["explain_files", "explain_patches", "explain_plan"]
 
 
 def explain_plan(plan: Plan) -> dict[str, Any]:
@@ -14,21 +15,7 @@ def explain_plan(plan: Plan) -> dict[str, Any]:
     return {
         "model_type": plan.model_type,
         "architecture": plan.architecture,
-        "patches": [
-            {
-                "where": entry.where,
-                "kind": entry.kind,
-                "layout": entry.layout.name,
-                "kernels": list(entry.kernels),
-                "modules": sum(claim.entry == entry.number for claim in plan.claims),
-                "patterns": [
-                    {"class": trace.class_name, "path": trace.pattern, "matched": list(trace.matched)}
-                    for trace in plan.traces
-                    if trace.entry == entry.number
-                ],
-            }
-            for entry in plan.entries
-        ],
+        "patches": explain_patches(plan),
         "tensors": [
             {
                 "target": step.target,
@@ -44,10 +31,40 @@ def explain_plan(plan: Plan) -> dict[str, Any]:
             }
             for step in plan.steps
         ],
-        "files": [
-            {"name": shard.name, "tensors": len(shard.steps), "bytes": sum(step.size_bytes for step in shard.steps)}
-            for shard in plan.shards
-        ],
+        "files": explain_files(plan),
         "bytes_copied": plan.bytes_copied,
         "bytes_transformed": plan.bytes_transformed,
     }
+
+
+def explain_patches(plan: Plan) -> list[dict[str, Any]]:
+    """Every entry with what each of its patterns matched."""
+    modules = Counter(claim.entry for claim in plan.claims)
+    return [
+        {
+            "where": entry.where,
+            "kind": entry.kind,
+            "layout": entry.layout.name,
+            "kernels": list(entry.kernels),
+            "modules": modules[entry.number],
+            "patterns": [
+                {"class": trace.class_name, "path": trace.pattern, "matched": list(trace.matched)}
+                for trace in plan.traces
+                if trace.entry == entry.number
+            ],
+        }
+        for entry in plan.entries
+    ]
+
+
+def explain_files(plan: Plan) -> list[dict[str, Any]]:
+    """Every output file; `same_as` is the source file that it equals byte for byte, or None."""
+    return [
+        {
+            "name": shard.name,
+            "tensors": len(shard.steps),
+            "bytes": sum(step.size_bytes for step in shard.steps),
+            "same_as": shard.same_as,
+        }
+        for shard in plan.shards
+    ]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from kconvert.errors import RecipeError
-from kconvert.names import natural_key, near_misses, parents, starred
-from kconvert.patterns import NumberSet
+from kconvert.names import modules_above, near_misses, parents, starred
+from kconvert.patterns import NumberSet, PathPattern
 from kconvert.plan.model import Claim, Entry, Pair, PatternTrace
 from kconvert.transforms import is_taken
 
@@ -18,14 +18,28 @@ __all__ = ["check_conflicts", "match_entries", "module_paths_of"]
 
 
 def module_paths_of(tensor_names: Iterable[str]) -> tuple[str, ...]:
-    """Every module path that the names of tensors imply, in natural order."""
-    paths = set()
-    for name in tensor_names:
-        for path in parents(name):
-            if path in paths:
-                break
-            paths.add(path)
-    return tuple(sorted(paths, key=natural_key))
+    """Every module path that the names of tensors, given in natural order, imply; in natural order too."""
+    return tuple(dict.fromkeys(path for name in tensor_names for path in modules_above(name)))
+
+
+class _Paths:
+    """Module paths, looked up by the number of their segments and the last one, which most patterns name."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.all = paths
+        self._by_length: dict[int, list[str]] = {}
+        self._by_end: dict[tuple[int, str], list[str]] = {}
+        for path in paths:
+            length, last = path.count(".") + 1, path.rpartition(".")[2]
+            self._by_length.setdefault(length, []).append(path)
+            self._by_end.setdefault((length, last), []).append(path)
+
+    def at(self, pattern: PathPattern) -> dict[tuple[str, ...], str]:
+        """The paths that a pattern takes, keyed by what its wildcards took."""
+        length, last = len(pattern.segments), pattern.last
+        near = self._by_length.get(length, ()) if last is None else self._by_end.get((length, last), ())
+        found = ((pattern.match(path), path) for path in near)
+        return {binding: path for binding, path in found if binding is not None}
 
 
 def match_entries(
@@ -45,15 +59,16 @@ def match_entries(
         RecipeError: no match, another class, or fused siblings of which one is missing; or no entry matches anything.
     """
     claims, traces = [], []
+    paths = _Paths(module_paths)
     for entry in entries:
         if entry.optional:
-            found = _optional_matches(entry.pairs, module_paths, classes)
+            found = _optional_matches(entry.pairs, paths, classes)
         else:
-            found = [_matches(pair, module_paths, classes) for pair in entry.pairs]
+            found = [_matches(pair, paths, classes) for pair in entry.pairs]
         for pair, taken in zip(entry.pairs, found, strict=True):
             traces.append(PatternTrace(entry.number, pair.pattern.text, pair.class_name, tuple(taken.values())))
         for binding, path in found[0].items():
-            paths = [path]
+            claimed = [path]
             for pair, taken in zip(entry.pairs[1:], found[1:], strict=True):
                 if binding not in taken:
                     raise RecipeError(
@@ -61,8 +76,8 @@ def match_entries(
                         where=pair.where,
                         fix="narrow both paths to parents that have both modules, with a number set such as {0-3}",
                     )
-                paths.append(taken[binding])
-            claims.append(Claim(entry.number, tuple(paths)))
+                claimed.append(taken[binding])
+            claims.append(Claim(entry.number, tuple(claimed)))
         for pair, taken in zip(entry.pairs[1:], found[1:], strict=True):
             lonely = [path for binding, path in taken.items() if binding not in found[0]]
             if lonely:
@@ -80,14 +95,14 @@ def match_entries(
     return tuple(claims), tuple(traces)
 
 
-def _matches(pair: Pair, module_paths: Sequence[str], classes: Mapping[str, str] | None) -> dict[tuple[str, ...], str]:
-    """The paths that a pattern takes, keyed by what its wildcards took."""
-    taken = _at_pattern(pair, module_paths)
+def _matches(pair: Pair, paths: _Paths, classes: Mapping[str, str] | None) -> dict[tuple[str, ...], str]:
+    """The paths that a pair takes, keyed by what the wildcards of its pattern took."""
+    taken = paths.at(pair.pattern)
     if not taken:
         raise RecipeError(
             f"path pattern {pair.pattern.text!r} matches no module",
             where=pair.where,
-            fix=_nearest(pair.pattern.text, module_paths),
+            fix=_nearest(pair.pattern.text, paths.all),
         )
     _check_number_sets(pair, taken)
     if classes is not None:
@@ -101,27 +116,22 @@ def _matches(pair: Pair, module_paths: Sequence[str], classes: Mapping[str, str]
     return taken
 
 
-def _at_pattern(pair: Pair, module_paths: Sequence[str]) -> dict[tuple[str, ...], str]:
-    found = ((pair.pattern.match(path), path) for path in module_paths)
-    return {binding: path for binding, path in found if binding is not None}
-
-
 def _optional_matches(
-    pairs: Sequence[Pair], module_paths: Sequence[str], classes: Mapping[str, str] | None
+    pairs: Sequence[Pair], paths: _Paths, classes: Mapping[str, str] | None
 ) -> list[dict[tuple[str, ...], str]]:
     """The paths of each pair whose modules are of its class, where every other pair has one beside it."""
     for pair in pairs:
         is_known = classes is not None and pair.class_name in classes.values()
-        if not is_known and not _at_pattern(pair, module_paths):
+        if not is_known and not paths.at(pair.pattern):
             raise RecipeError(
                 f"path pattern {pair.pattern.text!r} matches no module, and the model has no {pair.class_name}",
                 where=pair.where,
-                fix=_nearest(pair.pattern.text, module_paths),
+                fix=_nearest(pair.pattern.text, paths.all),
             )
     found = [
         {
             binding: path
-            for binding, path in _at_pattern(pair, module_paths).items()
+            for binding, path in paths.at(pair.pattern).items()
             if classes is None or classes[path] == pair.class_name
         }
         for pair in pairs

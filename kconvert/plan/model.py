@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Literal, NamedTuple
 
-from kconvert.checkpoint import DTYPE_BITS
+from kconvert.checkpoint import DTYPE_BITS, SourceTensor
 from kconvert.manifest import LayoutRecord
 from kconvert.patterns import PathPattern
 from kconvert.transforms import Arrangement, BoundRule
@@ -17,7 +18,6 @@ __all__ = [
     "Entry",
     "Made",
     "ModuleTensor",
-    "Origin",
     "OutputShard",
     "Pair",
     "Part",
@@ -80,9 +80,6 @@ class PatternTrace:
 COPY = "copy"
 """The op of a tensor that is one of the source's files, unchanged, whatever its name."""
 
-_EXACT = frozenset({("F16", "F32"), ("BF16", "F32")})
-"""(source, target) of the conversions that keep every value."""
-
 
 @dataclass(frozen=True)
 class Made:
@@ -93,8 +90,7 @@ class Made:
     make: Callable[[], memoryview]
 
 
-@dataclass(frozen=True)
-class ModuleTensor:
+class ModuleTensor(NamedTuple):
     """A tensor of the stock model, out of the source's files.
 
     Attributes:
@@ -115,9 +111,13 @@ class ModuleTensor:
         """The names of the tensors in the files."""
         return self.computed_from if self.computed is not None else self.stored.sources
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether it is the tensor of the same name in the files, as it is there."""
+        return self.stored.sources == (self.name,) and self.stored.is_whole(self.stored.shape)
 
-@dataclass(frozen=True)
-class Part:
+
+class Part(NamedTuple):
     """A tensor of the stock model that a target holds: its name in the model, and what it consists of in the files."""
 
     source: str
@@ -129,24 +129,7 @@ class Part:
         return self.stored.shape
 
 
-@dataclass(frozen=True)
-class Origin:
-    """A tensor of the source's files that a target is made of: its name, place and form there; `offset` in the file."""
-
-    name: str
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    size_bytes: int
-
-    def is_rounded_to(self, dtype: str) -> bool:
-        """Whether values are lost where it is stored in the float dtype `dtype`."""
-        return self.dtype != dtype and (self.dtype, dtype) not in _EXACT
-
-
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One output tensor.
 
     Attributes:
@@ -166,7 +149,7 @@ class Step:
     entry: int | None
     parts: tuple[Part, ...]
     made: Arrangement
-    origins: tuple[Origin, ...]
+    origins: tuple[SourceTensor, ...]
     stored: Arrangement
     computed: Made | None = None
 
@@ -189,10 +172,14 @@ class Step:
 
 @dataclass(frozen=True)
 class OutputShard:
-    """An output file and its steps in file order."""
+    """An output file and its steps in file order.
+
+    `same_as` names the source file that it equals byte for byte, header included; None where it is written anew.
+    """
 
     name: str
     steps: tuple[Step, ...]
+    same_as: str | None = None
 
 
 @dataclass(frozen=True)
@@ -210,9 +197,9 @@ class Plan:
     @property
     def bytes_copied(self) -> int:
         """Bytes of tensors that are the same in the output."""
-        return sum(step.size_bytes for step in self.steps if not step.is_transformed)
+        return sum(step.size_bytes for step in self.steps) - self.bytes_transformed
 
-    @property
+    @cached_property
     def bytes_transformed(self) -> int:
         """Bytes of tensors that are made of several."""
         return sum(step.size_bytes for step in self.steps if step.is_transformed)

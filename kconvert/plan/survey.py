@@ -18,7 +18,8 @@ from typing import Protocol
 
 from kconvert.checkpoint import FLOAT_DTYPES
 from kconvert.errors import KconvertError
-from kconvert.names import natural_key, parents, starred
+from kconvert.garbage import collector_stopped
+from kconvert.names import modules_above, natural_key, starred
 from kconvert.transforms import BoundRule, LayoutSpec, Op, Rule, ShapeError, bind_spec, whole
 
 __all__ = [
@@ -101,6 +102,7 @@ class Packable:
             raise ValueError(f"{self.modules!r} is {self.state}, with the reason {self.reason!r}")
 
 
+@collector_stopped()
 def group_tensors(tensors: Mapping[str, StoredTensor]) -> tuple[TensorGroup, ...]:
     """The tensors by their names with stars for numbers, in natural order of the first of each."""
     groups: dict[str, list[StoredTensor]] = {}
@@ -126,6 +128,7 @@ def size_by_dtype(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
     return dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
 
 
+@collector_stopped()
 def find_packable(
     tensors: Mapping[str, StoredTensor], specs: Iterable[LayoutSpec], *, obstacle: str | None = None
 ) -> tuple[Packable, ...]:
@@ -159,8 +162,11 @@ def _survey_layout(
     groups: dict[tuple[str, _Finding], list[str]] = {}
     sizes: dict[tuple[str, _Finding], int] = defaultdict(int)
     wanted = _names_of(rules)
+    judged: dict[tuple[str, tuple[tuple[str, str, tuple[int, ...]], ...]], _Finding] = {}  # most layers are alike
     for path, inside in _modules_with(wanted, tensors).items():
-        finding = _judge(spec, rules, path, inside, obstacle)
+        here = starred(path).rpartition(".")[2]
+        form = (here, tuple((name, tensor.dtype, tensor.shape) for name, tensor in inside.items()))
+        finding = judged[form] = judged.get(form) or _judge(spec, rules, here, inside, obstacle)
         key = (starred(path), finding)
         groups.setdefault(key, []).append(path)
         sizes[key] += sum(tensor.size_bytes for name, tensor in inside.items() if name in wanted)
@@ -180,20 +186,19 @@ def _names_of(rules: Sequence[Rule]) -> frozenset[str]:
 
 def _modules_with(wanted: frozenset[str], tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
     """Path of every module that holds one of the `wanted` names, to all that it holds, in natural order."""
-    paths = {above for name in tensors for above in parents(name) if name[len(above) + 1 :] in wanted}
+    paths = {above for name in tensors for above in modules_above(name) if name[len(above) + 1 :] in wanted}
     inside: dict[str, dict[str, StoredTensor]] = {path: {} for path in sorted(paths, key=natural_key)}
     for name, tensor in tensors.items():
-        for above in parents(name):
+        for above in modules_above(name):
             if above in inside:
                 inside[above][name[len(above) + 1 :]] = tensor
     return inside
 
 
 def _judge(
-    spec: LayoutSpec, rules: Sequence[Rule], path: str, inside: Mapping[str, StoredTensor], obstacle: str | None
+    spec: LayoutSpec, rules: Sequence[Rule], here: str, inside: Mapping[str, StoredTensor], obstacle: str | None
 ) -> _Finding:
-    # bound at the last segment of the path, so that what is refused reads the same in every layer
-    here = starred(path).rpartition(".")[2]
+    """What is said of a module; `here` is the last segment of its path, so that it reads the same in every layer."""
     try:
         bound = bind_spec(spec, [here], [f"{here}.{name}" for name in inside])
     except KconvertError as error:

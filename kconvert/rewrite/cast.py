@@ -3,8 +3,9 @@
 Values are those of torch's `.to()`, bit for bit: round to nearest, ties to even; what is too large becomes infinite;
 and from F64 to a half, rounded to F32 on the way, as torch does.  numpy has no BF16, so that is done on the bits.
 
-NaN stays NaN.  torch's NaN bits depend on where in a tensor the value stands; here they do not: the sign and the first
-bits of the payload stay, quiet, and a BF16 made of a wider dtype gets the bits 0x7FC0.
+NaN stays NaN.  torch's NaN bits depend on where in a tensor the value stands; here they do not: sign and payload stay
+where the target can hold them, so F16 and BF16 come back from F32 bit for bit.  Else the sign and the first bits of
+the payload stay, quiet, and a BF16 gets the bits 0x7FC0.
 
 Refused: any other pair of dtypes, and one dtype as itself, which is a copy.
 """
@@ -71,8 +72,10 @@ def _to_f32(values: Array, dtype: str) -> Array:
     if dtype == "BF16":
         return (values.astype("<u4") << np.uint32(16)).view("<f4")
     found = values.astype("<f4")
-    if dtype == "F16":
-        found.view("<u4")[np.isnan(found)] |= np.uint32(0x0040_0000)
+    is_nan = np.isnan(found)
+    if dtype == "F16" and is_nan.any():  # numpy makes some of them quiet
+        bits = values.view("<u2")[is_nan].astype("<u4")
+        found.view("<u4")[is_nan] = (bits & 0x8000) << 16 | 0x7F80_0000 | (bits & 0x03FF) << 13
     return found
 
 
@@ -83,7 +86,8 @@ def _to_f16(values: Array) -> Array:
     is_nan = np.isnan(values)
     if is_nan.any():  # numpy keeps no payload, or an unquiet one, depending on how it was built
         bits = values.view("<u4")[is_nan]
-        found.view("<u2")[is_nan] = (bits >> 16 & 0x8000) | 0x7E00 | (bits >> 13 & 0x01FF)
+        quiet = np.where(bits & 0x1FFF, 0x0200, 0).astype("<u4")
+        found.view("<u2")[is_nan] = (bits >> 16 & 0x8000) | 0x7C00 | quiet | (bits >> 13 & 0x03FF)
     return found
 
 
@@ -92,7 +96,8 @@ def _to_bf16(values: Array) -> Array:
 
     bits = values.view("<u4")
     rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded.astype("<u2"))
+    kept = np.where(bits & np.uint32(0xFFFF), np.uint16(0x7FC0), (bits >> np.uint32(16)).astype("<u2"))
+    return np.where(np.isnan(values), kept, rounded.astype("<u2"))
 
 
 _FROM_F32: dict[str, Callable[[Array], Array]] = {"F32": lambda values: values, "F16": _to_f16, "BF16": _to_bf16}

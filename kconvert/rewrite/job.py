@@ -2,15 +2,16 @@
 
 A run is copied as it is, or cast from one float dtype to another on the way.  A job is checked when it is built.  It
 refuses names that leave the output directory, names that meet twice (also a file where another name needs a folder),
-the name of the lock file, negative offsets or sizes, and runs to cast that hold a part of a value.
+negative offsets or sizes, and runs to cast that hold a part of a value.
 Whether the sources hold those bytes is checked when the rewrite opens them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import TypeAlias
 
 from kconvert.checkpoint import FileStamp
 from kconvert.errors import CheckpointError
@@ -18,10 +19,7 @@ from kconvert.names import unsafe_name_reason
 from kconvert.rewrite.cast import Cast
 from kconvert.rewrite.gather import Gather
 
-__all__ = ["LOCK_NAME", "Computed", "Copy", "Extent", "Job", "OutputFile"]
-
-LOCK_NAME = ".kconvert-lock"
-"""The lock inside a partial directory; no output may have this name."""
+__all__ = ["Computed", "Copy", "Digested", "Extent", "Job", "OutputFile", "Part", "check_names"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +58,38 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
+class Digested:
+    """A tensor of which the sha256 is wanted: its parts, and the `name` that the digest is given under."""
+
+    name: str
+    parts: tuple[Extent | Gather | Computed, ...]
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that are read, each once."""
+        return tuple(dict.fromkeys(path for part in self.parts for path in part.paths))
+
+    @property
+    def target_bytes(self) -> int:
+        """How many bytes of the output it fills."""
+        return sum(part.target_bytes for part in self.parts)
+
+
+Part: TypeAlias = Extent | Gather | Computed | Digested
+"""Bytes of an output file, or a tensor of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class OutputFile:
-    """One file to write: `prefix`, then extents, gathered and computed tensors one after another."""
+    """One file to write: `prefix`, then the extents one after another.
+
+    `same_as` is a source file that holds the same bytes from its first to its last, where there is one.
+    """
 
     name: str
     prefix: bytes
-    extents: tuple[Extent | Gather | Computed, ...]
+    extents: tuple[Part, ...]
+    same_as: Path | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -93,22 +117,19 @@ class Job:
     `final` is written after all other data is on the disk, one by one in this order, so the index
     stands before the manifest and the manifest is last.  A source in `stamps` has to be that very file, unchanged,
     from its opening until the last byte is copied.
+
+    `identity` tells this job from others (what it is about, to its state): a run that was killed is gone on with where all
+    of it is the same.  Without one it never is.
     """
 
     files: tuple[OutputFile, ...]
     copies: tuple[Copy, ...]
-    final: tuple[tuple[str, bytes], ...]
+    final: tuple[tuple[str, bytes], ...] = ()
     stamps: Mapping[Path, FileStamp] = field(default_factory=dict)
+    identity: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        seen: set[str] = set()
-        for name in self.names():
-            _check_name(name, seen)
-            seen.add(name)
-        for name in seen:
-            for folder in PurePosixPath(name).parents:
-                if str(folder) in seen:
-                    raise CheckpointError(f"output name {str(folder)!r} is both a file and the folder of {name!r}")
+        check_names(self.names())
 
     def names(self) -> Iterator[str]:
         """Every name below the output directory, in the order of writing."""
@@ -126,11 +147,15 @@ class Job:
         )
 
 
-def _check_name(name: str, seen: set[str]) -> None:
-    reason = unsafe_name_reason(name)
-    if reason is None and name.split("/")[0] == LOCK_NAME:
-        reason = "the name of kconvert's lock file"
-    if reason is None and name in seen:
-        reason = "written twice"
-    if reason is not None:
-        raise CheckpointError(f"output name {name!r} is refused: {reason}")
+def check_names(names: Iterable[str]) -> None:
+    """Raises CheckpointError for a name that leaves the directory, comes twice, or is a folder of another."""
+    seen: set[str] = set()
+    for name in names:
+        reason = unsafe_name_reason(name) or ("written twice" if name in seen else None)
+        if reason is not None:
+            raise CheckpointError(f"output name {name!r} is refused: {reason}")
+        seen.add(name)
+    for name in seen:
+        for folder in PurePosixPath(name).parents:
+            if str(folder) in seen:
+                raise CheckpointError(f"output name {str(folder)!r} is both a file and the folder of {name!r}")

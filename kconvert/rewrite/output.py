@@ -1,8 +1,9 @@
 """The output directory: what may be replaced, the partial directory beside it, and the swap at the end.
 
-All writing happens in `<output>.partial/`, which a run owns by holding a `flock` on the lock file inside.
-A partial directory with a lock file that nobody holds is left from a run that was killed: it is emptied and
-used again.  One without a lock file (unless it is empty) is not ours and is left alone.
+All writing happens in `<output>.partial/`, which a run owns by holding a `flock` on the lock file inside.  Beside that
+there are the journal and the tree that gets the output's name by one rename, which is atomic: exchanged with an old output
+where there is one.  A partial directory with a lock file that nobody holds is left from a run that was stopped: the same
+job goes on with it, another is refused.  One without a lock file (unless it is empty) is not ours and is left alone.
 
 Refused: an output inside its source or around it, a file, a dangling link, a mount point, and a directory
 that holds files but not our manifest, whatever `overwrite` says.
@@ -13,24 +14,42 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 import shutil
 import stat
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 
 from kconvert.errors import ManifestError, OutputError, PreflightError, UsageError
 from kconvert.manifest import load_manifest
 from kconvert.names import INDEX_NAME, KERNELS_DIR, MANIFEST_NAME, PARITY_NAME
-from kconvert.rewrite.durable import sync_directory
-from kconvert.rewrite.job import LOCK_NAME
+from kconvert.rewrite.durable import exchange, sync_directory
+from kconvert.rewrite.journal import JOURNAL_NAME, Finished, Journal, Past, directory_identity, read_journal
 
-__all__ = ["Partial", "check_output", "check_replaceable", "real_path"]
+__all__ = [
+    "LOCK_NAME",
+    "OtherRunError",
+    "Partial",
+    "check_available",
+    "check_output",
+    "check_replaceable",
+    "partial_path",
+    "real_path",
+]
+
+LOCK_NAME = ".kconvert-lock"
+_TREE_NAME = "output"
+_REPLACED_NAME = "replaced"
 
 
 def real_path(path: Path) -> Path:
     """The absolute path without links; parts that do not exist stay as they are."""
     return Path(os.path.realpath(path))
+
+
+def partial_path(output: Path) -> Path:
+    """The directory in which `output` is made."""
+    return output.with_name(f"{output.name}.partial")
 
 
 def check_output(output: Path, *, source: Path, overwrite: bool) -> None:
@@ -50,7 +69,32 @@ def check_output(output: Path, *, source: Path, overwrite: bool) -> None:
         relation = f"holds the source {source}"
     if relation is not None:
         raise UsageError(f"output {relation}", where=str(output), fix="choose a directory outside the source")
-    check_replaceable(output, overwrite=overwrite)
+    check_available(output, overwrite=overwrite)
+
+
+def check_available(output: Path, *, overwrite: bool) -> None:
+    """`check_replaceable`, but for an output whose run was killed before it had tidied up: that may have to be done."""
+    real_output = real_path(output)
+    published = read_journal(partial_path(real_output) / JOURNAL_NAME).published
+    if published is not None and published.is_still(real_output):
+        return
+    try:
+        check_replaceable(output, overwrite=overwrite)
+    except OutputError:
+        _remove_traces(partial_path(real_output))
+        raise
+
+
+def _remove_traces(partial: Path) -> None:
+    """Removes a partial directory that holds at most a lock that nobody holds: a run was killed as it went."""
+    with contextlib.suppress(OSError, OutputError, PreflightError):
+        if stat.S_ISDIR(os.lstat(partial).st_mode) and {*os.listdir(partial)} <= {LOCK_NAME}:
+            fd, _ = _claim(partial)
+            try:
+                os.unlink(partial / LOCK_NAME)
+                os.rmdir(partial)
+            finally:
+                os.close(fd)
 
 
 def check_replaceable(output: Path, *, overwrite: bool) -> None:
@@ -93,26 +137,41 @@ def _check_own(output: Path) -> None:
             raise OutputError(f"output holds {name!r}, which kconvert did not write", where=where, fix=fix)
 
 
+class OtherRunError(OutputError):
+    """A run that was stopped left its work, and it was for something else."""
+
+
 class Partial:
-    """`<output>.partial/`, made or taken over, locked, and empty; removed on exit unless published.
+    """`<output>.partial/`, made or taken over, and locked; removed on exit, unless it is to be gone on with.
 
     `output` must be a real path, so that the two are on one file system.
     """
 
     def __init__(self, output: Path) -> None:
         self.output = output
-        self.path = output.with_name(f"{output.name}.partial")
+        self.path = partial_path(output)
+        self.tree = self.path / _TREE_NAME
+        self._replaced = self.path / _REPLACED_NAME
         self._made_parents: list[Path] = []
         self._lock_fd = -1
         self._identity: tuple[int, int] | None = None
+        self._tree_identity: tuple[int, int] | None = None
+        self._past = Past()
+        self._journal: Journal | None = None
+        self._is_ours = False
+        self._can_go_on = False
+        self._is_kept = False
+        self._is_published = False
+        self._is_discarded = False
 
     def __enter__(self) -> Partial:
         try:
             self._make_parents()
-            self._lock_fd = _claim(self.path)
-            status = os.lstat(self.path)
-            self._identity = status.st_dev, status.st_ino
-            _empty(self.path)
+            self._lock_fd, self._is_ours = _claim(self.path)
+            self._identity = directory_identity(self.path)
+            self._past = read_journal(self.path / JOURNAL_NAME)
+            self._put_back()
+            self._is_published = self._past.published is not None and self._past.published.is_still(self.output)
         except BaseException:
             self._release()
             raise
@@ -122,39 +181,129 @@ class Partial:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._discard()
+            if self._journal is not None:
+                self._journal.close()
+            self._put_back()
+            if self._is_ours and not self._is_kept:
+                self._discard()
         except OSError as failure:
             if error is None:
-                raise
+                raise OutputError(
+                    f"the new output is complete, but what it replaced could not be removed: {failure.strerror}",
+                    where=str(self.output),
+                    fix=f"remove {self.path}",
+                ) from failure
             error.add_note(f"{self.path} could not be removed: {failure}")
         finally:
             self._release()
 
-    def publish(self, *, overwrite: bool) -> None:
-        """Puts the finished directory under the final name; an old output is removed only after that."""
-        check_replaceable(self.output, overwrite=overwrite)
-        old = self.output.with_name(f"{self.output.name}.old-{secrets.token_hex(4)}")
-        in_the_way = self.output.is_dir() and bool(os.listdir(self.output))
-        # A kill between these two calls leaves a whole partial directory that is no longer marked as ours.
-        os.unlink(self.path / LOCK_NAME)
-        if in_the_way:
-            self._swap(old)
-        else:
-            os.rename(self.path, self.output)
-        self._made_parents.clear()
-        sync_directory(self.output)
-        sync_directory(self.output.parent)
-        if in_the_way:
-            _remove_old(old, self.output)
+    def was_published(self, identity: Mapping[str, str]) -> bool:
+        """Whether the output is that of a run for the same, which was killed before it had tidied up here."""
+        return self._journal is None and bool(identity) and self._past.identity == identity and self._is_published
 
-    def _swap(self, old: Path) -> None:
+    def check_replaceable(self, *, overwrite: bool) -> None:
+        """`check_replaceable`, which is an OtherRunError where the output is that of a run that had yet to tidy up here."""
         try:
-            os.rename(self.output, old)
-            os.rename(self.path, self.output)
-        except BaseException:
-            if os.path.lexists(old) and not os.path.lexists(self.output):
-                os.rename(old, self.output)
-            raise
+            check_replaceable(self.output, overwrite=overwrite)
+        except OutputError as error:
+            if not self._is_published:
+                raise
+            raise OtherRunError(error.what, where=error.where, fix=error.fix) from None
+
+    def tidy(self) -> None:
+        """What a run left that was killed after it had published is to be removed on exit."""
+        sync_directory(self.output.parent)
+        self._is_ours = True
+
+    def begin(self, identity: Mapping[str, str], names: Collection[str], *, resume: bool) -> dict[str, Finished]:
+        """Makes the tree to be filled; of an earlier run for the same, the finished files among `names` stay in it.
+
+        Returns:
+            What is finished, by name.
+
+        Raises:
+            OtherRunError: `resume` is set, and what the earlier run was about is not `identity`.
+            OutputError: the old output is in here, and something else has its name.
+        """
+        past = Past() if self._is_published else self._past
+        if resume and past.identity and past.identity != identity:
+            raise OtherRunError(
+                f"left from a run that was stopped, and since then {_changed(past.identity, identity)}",
+                where=str(self.path),
+                fix="start afresh with --no-resume, or remove it",
+            )
+        if os.path.lexists(self._replaced):
+            if not self._is_published:
+                raise OutputError(
+                    f"a run that was stopped has put the old output at {self._replaced}",
+                    where=str(self.output),
+                    fix="move what has its name now, or that directory",
+                )
+            shutil.rmtree(self._replaced)
+        if not (resume and identity and past.identity):
+            past = Past()
+        kept = {
+            name: state for name, state in past.finished.items() if name in names and state.is_still(self.tree / name)
+        }
+        self.tree.mkdir(exist_ok=True)
+        _clear(self.tree, keep={self.tree / name for name in kept})
+        self._tree_identity = directory_identity(self.tree)
+        self._journal = Journal(self.path / JOURNAL_NAME, past)
+        if not past.num_bytes:
+            self._journal.begin(identity)
+        sync_directory(self.path)
+        # Only now: whatever fails above leaves what an earlier run has finished.
+        self._is_ours, self._can_go_on, self._is_published = True, bool(identity), False
+        return kept
+
+    def finished(self, name: str, state: Finished) -> None:
+        """Notes a file of the tree that is whole and on the disk."""
+        assert self._journal is not None
+        self._journal.finished(name, state)
+
+    def keep(self) -> bool:
+        """The directory stays when the context is left, to be gone on with; False where no run would."""
+        self._is_kept = self._can_go_on and not self._is_published
+        return self._is_kept
+
+    def check_in_place(self, sizes: Mapping[str, int]) -> None:
+        """Raises OutputError unless the tree is the one that was made, with files of these sizes in bytes, by name."""
+        what = None
+        if directory_identity(self.path) != self._identity or directory_identity(self.tree) != self._tree_identity:
+            what = "was removed or replaced while it was written"
+        else:
+            for name, size_bytes in sizes.items():
+                path = self.tree / name
+                if path.is_symlink() or not path.is_file() or path.stat().st_size != size_bytes:
+                    what = f"{name} in it was removed or changed while the others were written"
+                    break
+        if what is not None:
+            raise OutputError(what, where=str(self.path), fix="start again, and leave it alone")
+
+    def publish(self, sizes: Mapping[str, int], *, overwrite: bool) -> None:
+        """Puts the finished tree under the final name; on exit an old output is removed.
+
+        Args:
+            sizes: what has to be in it: size in bytes by name, in the order of writing.
+            overwrite: replace an output that kconvert wrote.
+        """
+        assert self._journal is not None
+        check_replaceable(self.output, overwrite=overwrite)
+        self.check_in_place(sizes)
+        last = next(reversed([*sizes]), "")
+        self._journal.publishing(self.tree, last)
+        if self.output.is_dir() and os.listdir(self.output):
+            _swap(self.tree, self.output, self._replaced)
+        else:
+            os.rename(self.tree, self.output)
+        sync_directory(self.output.parent)
+        self._is_published = True
+        self._made_parents.clear()
+
+    def _put_back(self) -> None:
+        """The old output gets its name again, where a swap by way of `replaced` has stopped in the middle."""
+        if not os.path.lexists(self.output) and self._replaced.is_dir() and not self._replaced.is_symlink():
+            os.rename(self._replaced, self.output)
 
     def _make_parents(self) -> None:
         base = self.output.parent
@@ -168,33 +317,61 @@ class Partial:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder)
                 self._made_parents.append(folder)
+                sync_directory(folder.parent)
 
     def _discard(self) -> None:
         """Removes the directory we claimed, and no other that has come to this path since; the lock goes last."""
-        try:
-            status = os.lstat(self.path)
-        except FileNotFoundError:
+        if self._identity is None or directory_identity(self.path) != self._identity:
             return
-        if self._identity != (status.st_dev, status.st_ino):
-            return
-        _empty(self.path)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path / LOCK_NAME)
+            shutil.rmtree(self.tree)
+        if os.path.lexists(self._replaced):
+            if not self._is_published:  # the only copy of the old output
+                return
+            shutil.rmtree(self._replaced)
+        for name in (JOURNAL_NAME, LOCK_NAME):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path / name)
+        self._is_discarded = True
         with contextlib.suppress(OSError):  # another run may have made its lock file in here just now
             os.rmdir(self.path)
 
     def _release(self) -> None:
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
-            os.close(fd)
+            with contextlib.suppress(OSError):  # nothing was written into it
+                os.close(fd)
+        if self._is_discarded:  # a network disk keeps a file that is open in its folder
+            with contextlib.suppress(OSError):
+                os.rmdir(self.path)
         while self._made_parents:
             with contextlib.suppress(OSError):  # no longer empty: others use it
                 os.rmdir(self._made_parents[-1])
             self._made_parents.pop()
 
 
-def _claim(path: Path) -> int:
-    """Makes `path` or takes over a stale one; gives the descriptor that holds the lock."""
+def _changed(past: Mapping[str, str], identity: Mapping[str, str]) -> str:
+    """What is not the same, for the middle of a sentence."""
+    labels = [label for label in dict.fromkeys((*past, *identity)) if past.get(label) != identity.get(label)]
+    more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
+    return f"{', '.join(labels[:3])}{more} changed"
+
+
+def _swap(new: Path, output: Path, replaced: Path) -> None:
+    """Gives `new` the name of `output`, and the other way round; at once where the file system can, and else by way of `replaced`."""
+    if exchange(new, output):
+        return
+    os.rename(output, replaced)
+    try:
+        os.rename(new, output)
+    except BaseException:
+        if not os.path.lexists(output):
+            os.rename(replaced, output)
+        raise
+
+
+def _claim(path: Path) -> tuple[int, bool]:
+    """Makes `path` or takes over a stale one; gives the descriptor that holds the lock, and whether `path` is new."""
     made = False
     try:
         os.mkdir(path)
@@ -203,7 +380,7 @@ def _claim(path: Path) -> int:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise _not_ours(path) from None
     try:
-        return _lock(path)
+        return _lock(path), made
     except OSError as error:
         if made:
             with contextlib.suppress(OSError):
@@ -212,14 +389,16 @@ def _claim(path: Path) -> int:
 
 
 def _lock(path: Path) -> int:
-    found = os.listdir(path)
-    if found and LOCK_NAME not in found:
+    try:
+        found = os.listdir(path)
+        strange = [name for name in found if not _is_own(path / name)]
+    except FileNotFoundError:  # another run has just ended
+        raise _in_use(path) from None
+    if strange or (found and LOCK_NAME not in found):
         raise _not_ours(path)
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     if not found:
         flags |= os.O_CREAT | os.O_EXCL
-    elif not stat.S_ISREG(os.lstat(path / LOCK_NAME).st_mode):
-        raise _not_ours(path)
     try:
         fd = os.open(path / LOCK_NAME, flags, 0o666)
     except (FileExistsError, FileNotFoundError):  # another run came or went since the listing
@@ -232,32 +411,33 @@ def _lock(path: Path) -> int:
         os.close(fd)
         raise _in_use(path) from None
     except BaseException:
+        if not found:
+            with contextlib.suppress(OSError):
+                os.unlink(path / LOCK_NAME)
         os.close(fd)
         raise
     return fd
 
 
-def _empty(path: Path) -> None:
-    """Removes all but the lock file; links are removed, not followed."""
-    with os.scandir(path) as entries:
+def _is_own(path: Path) -> bool:
+    """Whether an entry of a partial directory is one that we make: no link, which would lead elsewhere."""
+    mode = os.lstat(path).st_mode
+    if path.name in (_TREE_NAME, _REPLACED_NAME):
+        return stat.S_ISDIR(mode)
+    return path.name in (LOCK_NAME, JOURNAL_NAME) and stat.S_ISREG(mode)
+
+
+def _clear(folder: Path, keep: Collection[Path]) -> None:
+    """Removes all files but those to keep, and the folders that are empty then; links are removed, not followed."""
+    with os.scandir(folder) as entries:
         for entry in list(entries):
-            if entry.name == LOCK_NAME:
-                continue
+            path = Path(entry.path)
             if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            else:
-                os.unlink(entry.path)
-
-
-def _remove_old(old: Path, output: Path) -> None:
-    try:
-        shutil.rmtree(old)
-    except OSError as error:
-        raise OutputError(
-            f"the new output is complete, but the old one could not be removed: {error.strerror}",
-            where=str(output),
-            fix=f"remove {old}",
-        ) from error
+                _clear(path, keep)
+                with contextlib.suppress(OSError):  # holds a file to keep
+                    os.rmdir(path)
+            elif path not in keep:
+                os.unlink(path)
 
 
 def _same_directory(first: Path, second: Path) -> bool:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
-from kconvert.checkpoint import check_stamp
+from kconvert.checkpoint import FileStamp, check_stamp
 from kconvert.errors import CheckpointError
-from kconvert.rewrite.copying import OpenFile
 from kconvert.rewrite.gather import Gather
-from kconvert.rewrite.job import Computed, Extent, Job
+from kconvert.rewrite.job import Computed, Digested, Job, Part
+from kconvert.rewrite.reading import OpenFile
 
 __all__ = ["check_unchanged", "open_sources"]
 
@@ -43,9 +46,13 @@ def open_sources(job: Job, stack: ExitStack) -> dict[Path, OpenFile]:
     return sources
 
 
-def _ends(extent: Extent | Gather | Computed) -> Iterator[tuple[Path, int]]:
+def _ends(extent: Part) -> Iterator[tuple[Path, int]]:
     """Every file that is read, and how long it has to be."""
     if isinstance(extent, Computed):
+        return
+    if isinstance(extent, Digested):
+        for part in extent.parts:
+            yield from _ends(part)
         return
     if isinstance(extent, Gather):
         yield from ((each.path, extent.end_of(each)) for each in extent.pieces)
@@ -53,11 +60,16 @@ def _ends(extent: Extent | Gather | Computed) -> Iterator[tuple[Path, int]]:
         yield extent.path, extent.offset + extent.size_bytes
 
 
-def check_unchanged(job: Job, sources: Mapping[Path, OpenFile]) -> None:
-    """Raises CheckpointError if a stamped source is not the file it was, or was written to."""
+def check_unchanged(job: Job, sources: Mapping[Path, OpenFile], *, linked: Collection[Path] = ()) -> None:
+    """Raises CheckpointError if a stamped source is not the file it was, or was written to.
+
+    Of those in `linked` the time of their last change is not looked at: a new link is one.
+    """
     for path, stamp in job.stamps.items():
         if path in sources:
-            check_stamp(stamp, sources[path].fd, path)
+            fd = sources[path].fd
+            known = replace(stamp, changed_ns=FileStamp.of(fd).changed_ns) if path in linked else stamp
+            check_stamp(known, fd, path)
 
 
 def _open(path: Path, stack: ExitStack) -> OpenFile:
@@ -65,7 +77,15 @@ def _open(path: Path, stack: ExitStack) -> OpenFile:
         if not stat.S_ISREG(os.stat(path).st_mode):  # before opening: a named pipe would wait for ever
             raise CheckpointError("is not a regular file", where=str(path))
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError, PermissionError, IsADirectoryError) as error:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         raise CheckpointError(f"cannot be opened: {error.strerror}", where=str(path)) from error
-    stack.callback(os.close, fd)
+    stack.callback(_close, fd)
     return OpenFile(path, fd)
+
+
+def _close(fd: int) -> None:
+    """Closes a file that was only read, so that whatever a network disk says then, nothing is lost."""
+    with contextlib.suppress(OSError):
+        os.close(fd)

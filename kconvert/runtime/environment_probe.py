@@ -143,7 +143,8 @@ def _ask(question: str, hidden: Sequence[str], *, load_backends: bool) -> dict[s
     environment = dict(os.environ)
     if not load_backends:
         environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), question, json.dumps(list(hidden))]
+    # -P: the folder that one is in is no place to import from
+    command = [sys.executable, "-P", "-c", _CHILD, json.dumps(sys.path), question, json.dumps(list(hidden))]
     try:
         done = subprocess.run(
             command,

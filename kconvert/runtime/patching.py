@@ -15,8 +15,9 @@ from typing import Any, cast
 
 from torch import nn
 
-from kconvert.errors import CheckpointError, KconvertError, ManifestError, RecipeError
+from kconvert.errors import ManifestError
 from kconvert.kernels.assign import load_layout
+from kconvert.kernels.bound import layout_problem, version_problem
 from kconvert.kernels.layout import Layout
 from kconvert.kernels.live import place_layout
 from kconvert.kernels.model import ConvertedModel, adopt_model
@@ -26,7 +27,6 @@ from kconvert.kernels.packing import Packing, packings_of_targets
 from kconvert.kernels.stateless import stateless_layout
 from kconvert.manifest import Manifest, PatchRecord, TensorRecord
 from kconvert.runtime.capture import capture_constructors, fit_arguments
-from kconvert.transforms import Arrangement, ShapeError, bind_spec, whole
 
 __all__ = ["PatchJob", "ResolvedPatch", "packings_of", "patching", "resolve_layout", "resolve_package"]
 
@@ -187,26 +187,12 @@ def resolve_layout(record: PatchRecord, packings: Sequence[Packing]) -> type[Lay
         raise ManifestError(
             f"the manifest names layout {name!r}, which is not installed", fix="install the package that has it"
         )
-    spec = layout.spec
-    if spec.version != record.layout.version:
-        raise ManifestError(
-            f"layout {name!r} was written in version {record.layout.version}, this kconvert has {spec.version}",
-            fix="convert again",
-        )
-    for paths in record.modules:
+    problem = version_problem(layout.spec, name, record.layout.version)
+    for paths in record.modules if problem is None else ():
         inside = [packing for packing in packings if packing.is_in(paths[0])]
         shapes = {source: made.shape for packing in inside for source, made in packing.sources.items()}
         found = {target: made for packing in inside for target, made in packing.targets.items()}
-        expected: dict[str, Arrangement] = {}
-        try:
-            for rule in bind_spec(spec, paths, tuple(shapes)):
-                expected.update(rule.arrange({source: whole(source, shapes[source]) for source in rule.sources}))
-        except (CheckpointError, RecipeError, ShapeError) as error:
-            what = error.what if isinstance(error, KconvertError) else str(error)
-            raise ManifestError(f"the manifest is not whole: {what}", fix="convert again") from None
-        if expected != found:
-            wrong = min(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-            raise ManifestError(
-                f"the parts of {wrong!r} in the manifest are not those of layout {name!r}", fix="convert again"
-            )
+        problem = problem or layout_problem(layout.spec, paths, found, shapes)
+    if problem is not None:
+        raise ManifestError(problem, fix="convert again")
     return layout

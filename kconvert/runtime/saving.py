@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from kconvert.errors import UsageError
 from kconvert.kernels.packing import Packing, pack_state
-from kconvert.manifest import Manifest, TensorRecord, sha256_digest
+from kconvert.manifest import Manifest, OmittedRecord, TensorRecord, sha256_digest
 from kconvert.names import (
     CONFIG_NAME,
     INDEX_NAME,
@@ -199,6 +199,12 @@ def _tied_names(model: Any) -> set[str]:
     return {*model.all_tied_weights_keys, *model.get_expanded_tied_weights_keys(all_submodels=True)}
 
 
+def _not_saved(manifest: Manifest, sidecars: Collection[str]) -> tuple[OmittedRecord, ...]:
+    """The files beside the weights, such as a tokenizer's, that a save has none of."""
+    lost = [name for name in manifest.sidecars if name not in sidecars]
+    return tuple(OmittedRecord(name, "save_pretrained of the model does not write it") for name in lost)
+
+
 def _complete(target: Path, origin: Origin, tied: Collection[str]) -> None:
     """Everything but the weights: source headers, vendored kernels, and the manifest last."""
     manifest = origin.manifest
@@ -225,16 +231,18 @@ def _complete(target: Path, origin: Origin, tied: Collection[str]) -> None:
     tensors = tuple(
         _as_stored(record, *stored[record.target]) for record in manifest.tensors if record.target in stored
     )
+    sidecars = sorted(path.name for path in target.glob("*.json") if path.name not in (INDEX_NAME, MANIFEST_NAME))
     changed = replace(
         manifest,
         tensors=tensors,
         carried=tuple(name for name in manifest.carried if name in stored),
+        omitted=(*manifest.omitted, *_not_saved(manifest, sidecars)),
         config_digest=sha256_digest((target / CONFIG_NAME).read_bytes()),
         weight_files=files,
         written_by="save_pretrained",
-        sidecars=tuple(
-            sorted(path.name for path in target.glob("*.json") if path.name not in (INDEX_NAME, MANIFEST_NAME))
-        ),
+        sidecars=tuple(sidecars),
+        sidecar_digests={name: sha256_digest((target / name).read_bytes()) for name in sidecars},
+        digests=None,
     )
     (target / MANIFEST_NAME).write_bytes(changed.to_bytes())
     for name in files:  # safetensors makes its files private; the umask decides here as everywhere else

@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from heapq import merge
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, chain, pairwise, product
 from math import gcd, prod
 from typing import NamedTuple
 
@@ -30,7 +31,9 @@ __all__ = [
     "Run",
     "ShapeError",
     "chunk",
+    "compose",
     "concatenate",
+    "cuts_bytes",
     "has_overlap",
     "interleave",
     "invert",
@@ -104,7 +107,7 @@ class Piece:
 
     def numbers(self) -> tuple[int, ...]:
         """As plain numbers: both starts, then size and both strides of each dim."""
-        return (self.source_start, self.target_start, *(number for dim in self.dims for number in dim))
+        return (self.source_start, self.target_start, *chain.from_iterable(self.dims))
 
     @classmethod
     def from_numbers(cls, source: str, numbers: Sequence[int]) -> Piece:
@@ -117,7 +120,7 @@ class Piece:
             raise ValueError(f"{list(numbers)} is no piece")
         rest = numbers[2:]
         dims = tuple(Dim(*rest[place : place + 3]) for place in range(0, len(rest), 3))
-        is_empty = dims == (Dim(0, 0, 0),)
+        is_empty = dims == (_NOTHING,)
         if not is_empty and any(dim.size < 2 for dim in dims):
             raise ValueError(f"{list(numbers)} has a dim of one place or none")
         for outer, inner in pairwise(dims):
@@ -141,12 +144,21 @@ class Arrangement:
     @property
     def sources(self) -> tuple[str, ...]:
         """The names of the sources, in the order of their first elements."""
+        if len(self.pieces) == 1:
+            return (self.pieces[0].source,)
         ordered = sorted(self.pieces, key=lambda piece: piece.target_start)
         return tuple(dict.fromkeys(piece.source for piece in ordered))
 
     def is_whole(self, source_shape: tuple[int, ...]) -> bool:
         """Whether it is one source of that shape, unchanged."""
-        return self.shape == source_shape and len(self.pieces) == 1 and self == whole(self.pieces[0].source, self.shape)
+        if self.shape != source_shape or len(self.pieces) != 1:
+            return False
+        (piece,) = self.pieces
+        return piece.source_start == piece.target_start == 0 and piece.dims == _one_run(self.size)
+
+
+_NOTHING = Dim(0, 0, 0)
+"""The one dim of a piece without elements."""
 
 
 class Run(NamedTuple):
@@ -167,13 +179,13 @@ def _normal(piece: Piece) -> Piece:
     dims: list[Dim] = []
     for dim in sorted(piece.dims, key=lambda dim: -dim.target_stride):
         if dim.size == 0:
-            return replace(piece, dims=(Dim(0, 0, 0),))
+            return replace(piece, dims=(_NOTHING,))
         if dim.size == 1:
             continue
         if dims and _is_one_run(dims[-1], dim):
             dim = Dim(dims.pop().size * dim.size, *dim[1:])
         dims.append(dim)
-    return replace(piece, dims=tuple(dims))
+    return Piece(piece.source, piece.source_start, piece.target_start, tuple(dims))
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -188,7 +200,15 @@ def _axis(shape: Sequence[int], axis: int) -> int:
 
 def whole(source: str, shape: tuple[int, ...]) -> Arrangement:
     """The tensor `source` as it is."""
-    return Arrangement(shape, (_normal(Piece(source, 0, 0, (Dim(prod(shape), 1, 1),))),))
+    return Arrangement(shape, (Piece(source, 0, 0, _one_run(prod(shape))),))
+
+
+@lru_cache(maxsize=1024)  # most tensors of a model are as large as many others, and what is shared takes no memory
+def _one_run(size: int) -> tuple[Dim, ...]:
+    """The dims, in normal form, of `size` elements that are adjacent in source and target."""
+    if size == 1:
+        return ()
+    return (Dim(size, 1, 1) if size else _NOTHING,)
 
 
 def _factor(piece: Piece, block: int) -> Iterator[Piece]:
@@ -248,6 +268,14 @@ def _place(made: Arrangement, strides: Sequence[int], start: int = 0) -> Iterato
         yield _normal(replace(piece, target_start=start + moved(piece.target_start, is_stride=False), dims=dims))
 
 
+def _shifted(made: Arrangement, start: int) -> Iterator[Piece]:
+    """The pieces in a target in which all of `made` stands as it is, from the flat index `start`."""
+    for piece in made.pieces:
+        if start and piece.size:
+            piece = Piece(piece.source, piece.source_start, piece.target_start + start, piece.dims)
+        yield piece
+
+
 def concatenate(parts: Sequence[Arrangement], axis: int = 0) -> Arrangement:
     """The parts one after another along `axis`."""
     shapes = [part.shape for part in parts]
@@ -258,6 +286,10 @@ def concatenate(parts: Sequence[Arrangement], axis: int = 0) -> Arrangement:
         raise ShapeError(f"shapes {list(map(list, shapes))} differ outside axis {axis}")
     sizes = [shape[axis] for shape in shapes]
     shape = (*shapes[0][:axis], sum(sizes), *shapes[0][axis + 1 :])
+    if prod(shape[:axis]) == 1:  # each part is one run of the target
+        ends = accumulate(part.size for part in parts)
+        moved = (piece for part, end in zip(parts, ends, strict=True) for piece in _shifted(part, end - part.size))
+        return Arrangement(shape, tuple(moved))
     strides = _strides(shape)
     starts = accumulate(sizes, initial=0)
     pieces = (
@@ -285,7 +317,7 @@ def narrow(made: Arrangement, axis: int, start: int, size: int) -> Arrangement:
         raise ShapeError(f"no places {start} to {start + size} along axis {axis} of shape {list(made.shape)}")
     shape = (*made.shape[:axis], size, *made.shape[axis + 1 :])
     if not prod(shape):
-        return Arrangement(shape, tuple(_normal(replace(piece, dims=(Dim(0, 0, 0),))) for piece in made.pieces))
+        return Arrangement(shape, tuple(_normal(replace(piece, dims=(_NOTHING,))) for piece in made.pieces))
     # with the axis in front, the places are one run of the target
     order = (axis, *(other for other in range(len(shape)) if other != axis))
     front = permute(made, order)
@@ -396,6 +428,63 @@ def invert(made: Mapping[str, Arrangement], shapes: Mapping[str, tuple[int, ...]
     return {source: Arrangement(shapes[source], tuple(found)) for source, found in pieces.items()}
 
 
+def compose(made: Arrangement, parts: Mapping[str, Arrangement]) -> Arrangement:
+    """What `made` consists of, told by what its sources consist of.
+
+    Args:
+        made: a tensor out of the `parts`.
+        parts: each source of `made`, out of other tensors; of the shape that `made` takes it for.
+    """
+    pieces: list[Piece] = []
+    for piece in made.pieces:
+        part = parts[piece.source]
+        if len(part.pieces) == 1 and _is_all_of(part.pieces[0], part.size):
+            start = part.pieces[0].source_start
+            pieces.append(replace(piece, source=part.pieces[0].source, source_start=start + piece.source_start))
+        elif piece.size == part.size and _is_all_of(piece, part.size):
+            pieces += (replace(each, target_start=each.target_start + piece.target_start) for each in part.pieces)
+        elif piece.size:
+            pieces += _taken(piece, part)
+    if not pieces:  # no elements at all: the sources are still named
+        pieces = [replace(each, source=part.source) for each in made.pieces for part in parts[each.source].pieces]
+    return Arrangement(made.shape, tuple(pieces))
+
+
+def _is_all_of(piece: Piece, size: int) -> bool:
+    """Whether a piece is one run of `size` elements."""
+    return piece.size == size and piece.run_size == size
+
+
+def _taken(piece: Piece, part: Arrangement) -> Iterator[Piece]:
+    """The elements of `part` that a piece takes, where the piece puts them."""
+    dims = sorted(piece.dims, key=lambda dim: -dim.source_stride)
+    span = piece.source_end - piece.source_start
+    flat = narrow(reshape(part, (part.size,)), 0, piece.source_start, span)
+    yield from _place(_strided(flat, dims), [dim.target_stride for dim in dims], piece.target_start)
+
+
+def _strided(made: Arrangement, dims: Sequence[Dim]) -> Arrangement:
+    """The last axis of `made` as one axis for each of `dims`, which step through it by their source strides.
+
+    The axis ends with the last element that they reach.
+    """
+    *outer, span = made.shape
+    if not dims:
+        return reshape(made, tuple(outer))
+    (size, stride, _), *rest = dims
+    inner = span - (size - 1) * stride
+    if inner > stride:  # steps that lie between each other's elements
+        steps = [narrow(made, -1, step * stride, inner) for step in range(size)]
+        apart = stack(steps, len(outer))
+    elif inner == stride:
+        apart = reshape(made, (*outer, size, stride))
+    else:
+        whole_steps = reshape(narrow(made, -1, 0, (size - 1) * stride), (*outer, size - 1, stride))
+        last = reshape(narrow(made, -1, (size - 1) * stride, inner), (*outer, 1, inner))
+        apart = concatenate([narrow(whole_steps, -1, 0, inner), last], len(outer))
+    return _strided(apart, rest)
+
+
 def has_overlap(pieces: Iterable[Piece]) -> bool:
     """Whether two elements are put to one place of the target.
 
@@ -446,13 +535,22 @@ def _meet(pieces: Iterable[Piece], unit: int, num_units: int) -> bool:
 
 def runs_of(pieces: Iterable[Piece]) -> Iterator[Run]:
     """The pieces as runs, in the order of the target."""
-    return merge(*map(_runs, pieces))
+    runs = [*map(_runs, pieces)]
+    return runs[0] if len(runs) == 1 else merge(*runs)
+
+
+def cuts_bytes(pieces: Iterable[Piece], bits: int) -> bool:
+    """Whether a run of elements of so many bits begins or ends inside of a byte, in the source or in the target."""
+    return bits % 8 != 0 and any(place * bits % 8 for run in runs_of(pieces) for place in run[:3])
 
 
 def _runs(piece: Piece) -> Iterator[Run]:
     if piece.size == 0:
         return
     size = piece.run_size
+    if size == piece.size:
+        yield Run(piece.target_start, piece.source_start, size, piece.source)
+        return
     dims = piece.dims[:-1] if size > 1 else piece.dims
     for places in product(*(range(dim.size) for dim in dims)):
         source = sum(place * dim.source_stride for place, dim in zip(places, dims, strict=True))

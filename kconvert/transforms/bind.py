@@ -62,9 +62,9 @@ def bind_spec(spec: LayoutSpec, paths: Sequence[str], names: Sequence[str]) -> t
         RecipeError: there are tensors, and the layout knows none of them: it is the wrong layout for these modules.
         CheckpointError: a source is missing, or a tensor inside the modules is not taken by the layout.
     """
-    present = {name for name in names if any(is_taken(name, path, spec.takes) for path in paths)}
-    known = {f"{paths[source.member]}.{source.name}" for rule in spec.rules for source in _possible_sources(rule)}
-    if present and not present & known:
+    present = {name for path in paths for name in names if is_taken(name, path, spec.takes)}
+    known = (f"{paths[source.member]}.{source.name}" for rule in spec.rules for source in _possible_sources(rule))
+    if present and not any(name in present for name in known):
         raise RecipeError(
             f"layout {spec.name!r} does not fit {' and '.join(map(repr, paths))}, which holds {min(present)!r}",
             fix=f"use a kernel for these modules, or paths to {' and '.join(spec.members)}",

@@ -79,7 +79,7 @@ class BoundRule:
     targets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.operations and len(self.sources) != 1:
+        if not self.operations and sum(len(each.names) for each in self.collected) != 1:
             raise ValueError(f"{self.target!r} from {self.sources} without an operation")
 
     @classmethod

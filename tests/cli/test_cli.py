@@ -174,6 +174,8 @@ def test_the_plan_is_the_same_without_the_model_check(source: Path, capsys: Capt
     unchecked = json.loads(_run(capsys, "plan", "qwen3", source, "--json", "--no-model-check")[1])
     assert checked.pop("model_checked") is True
     assert unchecked.pop("model_checked") is False
+    more = checked["expected"].pop("bytes") - unchecked["expected"].pop("bytes")
+    assert 0 < more < 1000, "the manifest says what was found in the model"
     assert checked == unchecked
 
 
@@ -411,7 +413,7 @@ def test_json_is_one_value_whatever_a_package_prints(
     assert [text for text in ("imported", "no line end", "made") if text not in err] == []
 
 
-def test_interrupt_is_code_130_and_leaves_nothing(
+def test_interrupt_is_code_130_and_the_same_command_goes_on(
     source: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kconvert.rewrite.output import Partial
@@ -419,11 +421,19 @@ def test_interrupt_is_code_130_and_leaves_nothing(
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Partial, "publish", interrupted)  # the last moment: everything is written, nothing renamed
-    code, _, err = _run(capsys, "apply", "qwen3", source)
+    with monkeypatch.context() as context:
+        context.setattr(Partial, "publish", interrupted)  # the last moment: everything is written, nothing renamed
+        code, _, err = _run(capsys, "apply", "qwen3", source)
     assert code == 130
-    assert _error_line(err) == "kconvert: error: interrupted; no output was changed"
-    assert sorted(path.name for path in source.parent.iterdir()) == ["my-model"]
+    partial = source.parent / "my-model-kconvert.partial"
+    kept, error = err.splitlines()[-2:]
+    assert kept == f"kconvert: 1 of 1 weight files are kept in {partial}; the same command goes on from there"
+    assert error == "kconvert: error: interrupted; no output was changed"
+    assert sorted(path.name for path in source.parent.iterdir()) == ["my-model", partial.name]
+    code, out, _ = _run(capsys, "apply", "qwen3", source, "--json")
+    assert code == 0
+    assert json.loads(out)["bytes_resumed"] > 0
+    assert sorted(path.name for path in source.parent.iterdir()) == ["my-model", "my-model-kconvert"]
 
 
 def test_an_unexpected_error_is_code_1_without_traceback(

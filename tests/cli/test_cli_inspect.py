@@ -346,7 +346,7 @@ def _replace_weights(path: Path) -> None:
         (
             "model.kconvert.safetensors",
             _replace_weights,
-            "is [48, 32] in the files and absent in the manifest (14 differ)",
+            "is F32 [48, 32] in the files and absent in the manifest (14 differ)",
         ),
         (MANIFEST_NAME, _cut, f"{MANIFEST_NAME}: cannot be read"),
         (MANIFEST_NAME, Path.unlink, f"without {MANIFEST_NAME}: left over from an unfinished or damaged conversion"),

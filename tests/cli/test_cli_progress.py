@@ -35,6 +35,7 @@ from kconvert.cli import plan as cli_plan
 from kconvert.cli.output import format_duration, format_share, printable, shell_quote
 from kconvert.cli.progress import Meter, Progress, Reading, bar_line, plain_line
 from kconvert.convert import prepare
+from kconvert.convert.prepare import check
 from kconvert.names import MANIFEST_NAME
 from kconvert.rewrite.copying import Copier
 from tests.support import qwen3_config, qwen3_tensors, write_checkpoint, write_recipe
@@ -318,14 +319,14 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     pieces: list[object] = []
     monkeypatch.setattr(tasks, "PIECE_BYTES", 128)
     monkeypatch.setattr(Copier, "copy", _slow(Copier.copy, 0.02, pieces))
-    monkeypatch.setattr(execute, "_sync", _slow(execute._sync, 0.5, []))
+    monkeypatch.setattr(execute.Writing, "_write_final", _slow(execute.Writing._write_final, 0.5, []))
     return pieces
 
 
 @pytest.fixture
 def slow_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check takes long enough to be shown on a terminal."""
-    monkeypatch.setattr(convert_apply, "prepare", _slow(prepare, 0.6, []))
+    monkeypatch.setattr(convert_apply, "check", _slow(check, 0.6, []))
 
 
 def _slow(function: Callable[..., Any], seconds: float, calls: list[object]) -> Callable[..., Any]:
@@ -466,7 +467,7 @@ def slow(function, seconds):
 
 tasks.PIECE_BYTES = 128
 Copier.copy = slow(Copier.copy, float(sys.argv[1]))
-execute._sync = slow(execute._sync, float(sys.argv[2]))
+execute.Writing._write_final = slow(execute.Writing._write_final, float(sys.argv[2]))
 sys.exit(main(sys.argv[3:]))
 """
 
@@ -536,14 +537,15 @@ def test_a_narrow_dumb_terminal(source: Path) -> None:
     assert 30 < max(map(len, shown.screen()[1:])) <= 40
 
 
-@pytest.mark.parametrize("moment", ["writing", "syncing"])
-def test_an_interrupt_leaves_a_clean_terminal(source: Path, moment: str) -> None:
+@pytest.mark.parametrize(("moment", "left"), [("writing", []), ("syncing", ["out.partial"])])
+def test_an_interrupt_leaves_a_clean_terminal(source: Path, moment: str, left: list[str]) -> None:
     shown = _run_child(source, interrupt_at=moment)
     assert (shown.code, shown.out) == (130, "")
-    assert len(shown.screen()) == 2
     assert shown.screen()[-1] == "kconvert: error: interrupted; no output was changed"
+    said = f"kconvert: 1 of 1 weight files are kept in {source.parent / 'out.partial'}; the same command goes on"
+    assert (said in "".join(shown.screen())) == bool(left)
     shown.check_clean()
-    assert [path.name for path in source.parent.iterdir()] == ["my-model"]
+    assert sorted(path.name for path in source.parent.iterdir()) == ["my-model", *left]
 
 
 # --- the summary --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from kconvert import load_converted
-from kconvert.convert import build_job, default_output, prepare
+from kconvert.convert import build_job, default_output, final_items, prepare
 from kconvert.errors import CheckpointError, OutputError, UsageError
 from kconvert.manifest import load_manifest
 from kconvert.names import INDEX_NAME, MANIFEST_NAME, SINGLE_NAME, SOURCE_HEADERS_NAME
@@ -154,15 +154,17 @@ def test_the_source_is_not_touched(qwen3_dir: Path, tmp_path: Path) -> None:
     assert before == {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in source.iterdir()}
 
 
-def test_progress_adds_up_and_nothing_is_written_before_it_is_prepared(qwen3_dir: Path, tmp_path: Path) -> None:
+def test_progress_adds_up_and_nothing_is_published_before_it_is_prepared(qwen3_dir: Path, tmp_path: Path) -> None:
     output, seen, sizes = tmp_path / "out", list[int](), list[int]()
 
     def prepared(_: Any, job: Any) -> None:
-        assert list(tmp_path.iterdir()) == []
+        assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+        assert not seen
         sizes.append(job.size_bytes)
 
     result = convert("qwen3", qwen3_dir, output, on_prepared=prepared, on_progress=seen.append)
-    assert sum(seen) == sizes[0] == sum(path.stat().st_size for path in output.iterdir())
+    last = ("config.json", SOURCE_HEADERS_NAME, MANIFEST_NAME)
+    assert sum(seen) == sizes[0] == sum(path.stat().st_size for path in output.iterdir() if path.name not in last)
     assert result.bytes_transformed == 2 * (2 * 48 + (4 + 2 + 2) * 16) * 32 * 4
     assert (
         result.bytes_copied
@@ -194,8 +196,10 @@ def test_a_single_file_has_no_index(converted_qwen3_dir: Path) -> None:
 
 
 def test_index_then_manifest_come_last(qwen3_sharded_dir: Path) -> None:
-    names = list(build_job(prepare("qwen3", qwen3_sharded_dir)).names())
-    assert names[-3:] == [INDEX_NAME, SOURCE_HEADERS_NAME, MANIFEST_NAME]
+    prepared = prepare("qwen3", qwen3_sharded_dir)
+    last = [name for name, _ in final_items(prepared, {})]
+    assert last == ["config.json", INDEX_NAME, SOURCE_HEADERS_NAME, MANIFEST_NAME]
+    names = list(build_job(prepared.opened, prepared.plan).names())
     assert all(name.startswith("model.kconvert-") for name in names[:5])
 
 

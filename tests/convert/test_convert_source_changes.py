@@ -16,7 +16,7 @@ import pytest
 from kconvert import load_converted
 from kconvert.checkpoint import open_checkpoint
 from kconvert.checkpoint.header import read_header
-from kconvert.convert import build_job, prepare
+from kconvert.convert import final_items, prepare
 from kconvert.errors import CheckpointError
 from tests.support import convert, qwen3_config, qwen3_tensors, raw, write_checkpoint, write_safetensors
 
@@ -135,8 +135,15 @@ def test_changed_while_it_is_copied(weights: Path, change: Change) -> None:
     expect_refused(weights.parent, f"{weights}: {SAID}", on_progress=once(change, weights), model_check=False)
 
 
-def test_cut_while_it_is_copied(weights: Path) -> None:
-    expect_refused(weights.parent, f"{weights}: ends early", on_progress=once(truncate, weights), model_check=False)
+def test_cut_while_it_is_copied(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut, copy = once(truncate, weights), os.preadv
+
+    def cut_then_copy(*args: Any) -> int:
+        cut()
+        return copy(*args)
+
+    monkeypatch.setattr(os, "preadv", cut_then_copy)
+    expect_refused(weights.parent, f"{weights}: ends early", model_check=False)
 
 
 def test_changed_while_its_header_is_read(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +170,7 @@ def test_the_config_is_read_once(tmp_path: Path) -> None:
     checked = (source / "config.json").read_bytes()
     prepared = prepare("qwen3", source, model_check=False)
     (source / "config.json").unlink()
-    assert dict(build_job(prepared).final)["config.json"] == checked
+    assert dict(final_items(prepared, {}))["config.json"] == checked
 
 
 @pytest.mark.parametrize("moment", ["on_prepared", "on_progress"])

@@ -231,8 +231,8 @@ def test_sums_count_the_bytes_that_are_written(tmp_path: Path) -> None:
     result = convert(recipe, source, tmp_path / "out", on_progress=seen.append)
     assert result.bytes_transformed == 2 * 24 * 8 * 2
     assert result.bytes_copied + result.bytes_transformed == sum(len(t.data) for t in read_raw(result.output).values())
-    on_disk = sum(path.stat().st_size for path in result.output.rglob("*") if path.is_file())
-    assert sum(seen) == build_job(result.prepared).size_bytes == on_disk
+    on_disk = sum(path.stat().st_size for path in result.output.rglob("*.safetensors"))
+    assert sum(seen) == build_job(result.prepared.opened, result.prepared.plan).size_bytes == on_disk
 
 
 # --- what is said -----------------------------------------------------------------------------------------

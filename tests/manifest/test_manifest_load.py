@@ -77,10 +77,12 @@ MANIFEST = Manifest(
     carried=("scale", "none"),
     omitted=(OmittedRecord("pytorch_model.bin", "pickle"),),
     sidecars=("config.json",),
+    sidecar_digests={"config.json": "sha256:" + 64 * "0"},
     weight_files=("model.kconvert.safetensors",),
     source_files=(SourceFileRecord("sub/a.safetensors", 100, sha256_digest(b"a")),),
     source_headers="kconvert_source_headers.json.gz",
     written_by="apply",
+    digests=None,
     source_headers_digest=sha256_digest(b"h"),
 )
 
@@ -181,20 +183,20 @@ def test_a_missing_digest(tmp_path: Path) -> None:
     expect_refused(tmp_path, "its digest does not fit its content")
 
 
-@pytest.mark.parametrize("schema", [0, 1, 3, "2", None])
+@pytest.mark.parametrize("schema", [0, 2, 4, "3", None])
 def test_an_unknown_schema(tmp_path: Path, schema: object) -> None:
     write(tmp_path, {**body(), "schema": schema})
-    expect_refused(tmp_path, f"has schema {schema!r}, this version reads 2")
+    expect_refused(tmp_path, f"has schema {schema!r}, this version reads 3")
 
 
-@pytest.mark.parametrize("schema", [2.0])
-def test_a_schema_that_only_equals_two(tmp_path: Path, schema: object) -> None:
+@pytest.mark.parametrize("schema", [3.0])
+def test_a_schema_that_only_equals_three(tmp_path: Path, schema: object) -> None:
     write(tmp_path, {**body(), "schema": schema})
     expect_refused(tmp_path, "schema")
 
 
 def test_a_key_that_stands_twice(tmp_path: Path) -> None:
-    content = MANIFEST.to_bytes().replace(b'"schema": 2', b'"schema": 2,\n "schema": 2')
+    content = MANIFEST.to_bytes().replace(b'"schema": 3', b'"schema": 3,\n "schema": 3')
     (tmp_path / MANIFEST_NAME).write_bytes(content)
     expect_refused(tmp_path, "key 'schema' stands twice")
 

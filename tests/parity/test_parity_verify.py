@@ -40,7 +40,7 @@ def test_both_levels_hold_with_a_source(pair: Pair, capsys: Capture, monkeypatch
     assert "Compared in float32, bfloat16, float16, float64; a difference is a share of the\nlargest stock" in out
     assert err.splitlines() == [
         f"kconvert: the report is in {pair.converted / PARITY_NAME}",
-        "kconvert: tensors outside the patched modules are not compared one by one",
+        "kconvert: tensors outside the patched modules are not compared one by one; --level bytes does that",
     ]
 
 

@@ -70,7 +70,12 @@ def test_sums_and_explanation(tmp_path: Path) -> None:
     told = explain_plan(made)
     assert [patch["modules"] for patch in told["patches"]] == [2]
     assert told["files"] == [
-        {"name": SINGLE_NAME, "tensors": len(made.steps), "bytes": made.bytes_copied + made.bytes_transformed}
+        {
+            "name": SINGLE_NAME,
+            "tensors": len(made.steps),
+            "bytes": made.bytes_copied + made.bytes_transformed,
+            "same_as": None,
+        }
     ]
     assert [item["target"] for item in told["tensors"] if item["op"] == "concatenate(0)"] == [
         "model.layers.0.mlp.gate_up_proj.weight",

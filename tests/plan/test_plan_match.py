@@ -51,7 +51,7 @@ def expect_refused(
 
 
 def test_paths_that_tensor_names_imply() -> None:
-    assert module_paths_of(["a.10.w", "a.2.b.w", "top"]) == ("a", "a.2", "a.2.b", "a.10")
+    assert module_paths_of(["a.2.b.w", "a.10.w", "top"]) == ("a", "a.2", "a.2.b", "a.10")
 
 
 def test_every_number_is_claimed_once_with_its_own_sibling() -> None:

@@ -4,73 +4,17 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kconvert.checkpoint import open_checkpoint
-from kconvert.convert.resolve import resolve_recipe
-from kconvert.plan import Plan, build_plan
-from kconvert.recipe import parse_recipe
+from kconvert.plan import ModuleTensor, Plan, build_plan
 from kconvert.transforms import whole
-from tests.support import LAYER_SHAPES, convert, qwen3_config, read_raw, write_checkpoint, write_recipe
-
-FUSE = """\
-  - kernel: cpu_fused_rmsnorm_swiglu
-    fuse:
-      - {class: Qwen3RMSNorm, path: "model.layers.*.post_attention_layernorm"}
-      - {class: Qwen3MLP, path: "model.layers.*.mlp"}
-"""
-REPLACE = """\
-  - kernel: cpu_fused_swiglu
-    replace: {class: Qwen3MLP, path: "model.layers.*.mlp"}
-  - kernel: cpu_fused_rmsnorm
-    replace: {class: Qwen3RMSNorm, path: "model.layers.*.input_layernorm"}
-"""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-BIASES = ("mlp.gate_proj.bias", "mlp.up_proj.bias", "mlp.down_proj.bias")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A checkpoint and a recipe."""
-
-    tensors: dict[str, torch.Tensor]
-    patches: str
-    shards: tuple[tuple[str, ...], ...]
-
-
-def make_tensors(layers: Sequence[int], biases: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (10, 8), "logit_scale": (), "empty": (0, 3)}
-    for layer, bias in zip(layers, biases, strict=True):
-        shapes.update({f"model.layers.{layer}.{name}": shape for name, shape in LAYER_SHAPES.items()})
-        if bias & 1:
-            shapes.update({f"model.layers.{layer}.{name}": (12,) for name in BIASES[:2]})
-        if bias & 2:
-            shapes[f"model.layers.{layer}.{BIASES[2]}"] = (8,)
-    generator = torch.Generator().manual_seed(len(layers))
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    layers = draw(st.lists(st.integers(0, 120), min_size=1, max_size=4, unique=True))
-    biases = draw(st.lists(st.integers(0, 3), min_size=len(layers), max_size=len(layers)))
-    tensors = make_tensors(layers, biases, draw(st.sampled_from(DTYPES)))
-    names = draw(st.permutations(list(tensors)))
-    places = draw(st.lists(st.integers(0, 3), min_size=len(names), max_size=len(names)))
-    shards = tuple(tuple(n for n, p in zip(names, places, strict=True) if p == number) for number in range(4))
-    return Case(tensors, draw(st.sampled_from([FUSE, REPLACE])), tuple(shard for shard in shards if shard))
-
-
-def plan(directory: Path, patches: str) -> Plan:
-    recipe = parse_recipe(f"recipe: 1\nname: test\nmodel_type: [qwen3]\npatches:\n{patches}", "r.yaml")
-    return build_plan(open_checkpoint(directory), resolve_recipe(recipe).entries)
+from tests.plan.generated import MLP, Case, cases, entries_of, plan
+from tests.support import RawTensor, convert, qwen3_config, read_raw, write_checkpoint, write_recipe
 
 
 def described(made: Plan) -> list[Any]:
@@ -132,3 +76,31 @@ def test_sharded_and_unsharded_sources_give_the_same_tensors(case: Case) -> None
         ]
     assert outputs[0] == outputs[1]
     assert len(outputs[0]) < len(case.tensors)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.randoms())
+def test_layers_that_are_alike_are_planned_as_if_each_were_the_first(case: Case, random: Any) -> None:
+    """With tensors given, as a model gives them, every module is planned by its rules; without, most repeat another."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = open_checkpoint(write_checkpoint(Path(folder), case.tensors, qwen3_config(), case.shards))
+    entries = entries_of(case.patches)
+    tensors = [ModuleTensor(name, whole(name, tensor.shape)) for name, tensor in checkpoint.tensors.items()]
+    random.shuffle(tensors)
+    assert build_plan(checkpoint, entries) == build_plan(checkpoint, entries, tensors=tensors)
+
+
+def test_a_layer_of_another_shape_or_dtype_is_no_repeat(tmp_path: Path) -> None:
+    tensors: dict[str, Any] = {}
+    for layer, (rows, dtype) in enumerate([(4, "F32"), (4, "F32"), (6, "F32"), (4, "F16")]):
+        for number, name in enumerate(("gate", "up", "down")):
+            size = rows * 2 * (4 if dtype == "F32" else 2)
+            data = bytes([16 * layer + number] * size)
+            tensors[f"model.layers.{layer}.mlp.{name}_proj.weight"] = RawTensor(dtype, (rows, 2), data)
+    source = write_checkpoint(tmp_path / "source", tensors, qwen3_config(layers=4))
+    recipe = write_recipe(tmp_path / "r.yaml", MLP)
+    found = read_raw(convert(recipe, source, tmp_path / "out", model_check=False).output)
+    for layer in range(4):
+        gate, up = (tensors[f"model.layers.{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+        packed = found[f"model.layers.{layer}.mlp.gate_up_proj.weight"]
+        assert packed == RawTensor(gate.dtype, (2 * gate.shape[0], 2), gate.data + up.data)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kconvert.rewrite import Copy, Extent, Job, OutputFile
+from kconvert.rewrite import Copy, Extent, Job, OutputFile, copying
+from kconvert.rewrite.ways import KernelCopies
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class Case:
 def no_copy_threads() -> bool:
     """Whether every copy thread has ended; other tests in the process may have left threads of their own."""
     return not [thread for thread in threading.enumerate() if thread.name.startswith("kconvert-copy")]
+
+
+def let_the_kernel_copy(monkeypatch: pytest.MonkeyPatch, where: KernelCopies = KernelCopies.ALWAYS) -> None:
+    """As on a network disk, or on one that shares blocks; the test's own disk may be any."""
+    monkeypatch.setattr(copying, "kernel_copies", lambda source_fd, target_fd: where)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import tempfile
 import threading
 from collections import Counter
@@ -16,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kconvert.errors import CheckpointError, PreflightError, UsageError
-from kconvert.rewrite import Copy, Extent, Job, OutputFile, copying, rewrite, tasks
-from tests.rewrite.conftest import Case, no_copy_threads
+from kconvert.rewrite import Copy, Extent, Job, OutputFile, copying, execute, reading, rewrite, tasks, workers
+from kconvert.rewrite.reading import OpenFile
+from kconvert.rewrite.ways import KernelCopies, kernel_copies
+from tests.rewrite.conftest import Case, let_the_kernel_copy, no_copy_threads
 
 UNSUPPORTED = ["EXDEV", "EINVAL", "ENOSYS", "EOPNOTSUPP", "EPERM", "EBADF"]
 
@@ -52,7 +55,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces, slices and buffers even for small files."""
     monkeypatch.setattr(tasks, "PIECE_BYTES", 70_001)
     monkeypatch.setattr(copying, "SLICE_BYTES", 9_001)
-    monkeypatch.setattr(copying, "_BUFFER_BYTES", 1_001)
+    monkeypatch.setattr(reading, "BUFFER_BYTES", 1_001)
 
 
 @pytest.mark.parametrize("workers", [None, 1, 2, 7])
@@ -76,20 +79,49 @@ def test_content(case: Case, tmp_path: Path, workers: int | None) -> None:
 
 
 @pytest.mark.usefixtures("small_steps")
-@pytest.mark.parametrize("sendfile", [False, True])
 @pytest.mark.parametrize("code", [*UNSUPPORTED, "EIO", None])
-def test_each_way(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str | None, sendfile: bool
+def test_where_the_kernel_does_not_copy(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str | None
 ) -> None:
-    number = getattr(errno, code) if code else None
-    counts = [broken(monkeypatch, "copy_file_range", number)]
-    if not sendfile:
-        counts.append(broken(monkeypatch, "sendfile", number))
+    let_the_kernel_copy(monkeypatch)
+    calls = broken(monkeypatch, "copy_file_range", getattr(errno, code) if code else None)
     rewrite(case.job, tmp_path / "out", workers=2)
     assert tree(tmp_path / "out") == case.expected
-    for calls in counts:
-        assert calls
-        assert max(calls.values()) <= 2, "a way that failed is tried at most once per thread"
+    assert calls
+    assert max(calls.values()) <= 2, "what failed is tried at most once per thread"
+
+
+@pytest.mark.parametrize("where", ["ALWAYS", "ALIGNED", "NEVER"])
+def test_the_kernel_copies_where_it_pays(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The case's offsets are at no border of a block, but for those of whole files."""
+    let_the_kernel_copy(monkeypatch, KernelCopies[where])
+    real, copied = os.copy_file_range, []
+
+    def count(*args: Any) -> int:
+        copied.append(real(*args))
+        return copied[-1]
+
+    monkeypatch.setattr(os, "copy_file_range", count)
+    rewrite(case.job, tmp_path / "out")
+    assert tree(tmp_path / "out") == case.expected
+    whole = 77 + 77 + 200_001
+    data = case.job.size_bytes - len(b"prefix") - sum(len(item) for _, item in case.job.final)
+    assert sum(copied) == {"ALWAYS": data, "ALIGNED": whole, "NEVER": 0}[where]
+
+
+def test_what_the_kernel_is_asked_on_this_disk(tmp_path: Path) -> None:
+    """By the type that `stat` tells: only where blocks are shared or a server copies."""
+    (tmp_path / "a").touch()
+    name = subprocess.run(
+        ["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    wanted = {"btrfs": "ALIGNED", "xfs": "ALIGNED", "nfs": "ALWAYS", "fuseblk": "ALWAYS", "ceph": "ALWAYS"}
+    with (tmp_path / "a").open("rb") as one, (tmp_path / "a").open("rb") as two:
+        assert kernel_copies(one.fileno(), two.fileno()) is KernelCopies[wanted.get(name, "NEVER")]
+    with Path("/proc/self/status").open("rb") as one, (tmp_path / "a").open("rb") as two:
+        assert kernel_copies(one.fileno(), two.fileno()) is KernelCopies.NEVER
 
 
 @pytest.mark.usefixtures("small_steps")
@@ -98,33 +130,42 @@ def test_small_steps(case: Case, tmp_path: Path) -> None:
     assert tree(tmp_path / "out") == case.expected
 
 
-@pytest.mark.parametrize("name", ["copy_file_range", "sendfile", "pwrite"])
+@pytest.mark.parametrize("name", ["copy_file_range", "pwrite", "preadv"])
 def test_short_calls_go_on(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    real: dict[str, Callable[..., int]] = {
-        call: getattr(os, call) for call in ("copy_file_range", "sendfile", "pwrite")
-    }
-    if name != "copy_file_range":
-        broken(monkeypatch, "copy_file_range", errno.EXDEV)
-    if name == "pwrite":
-        broken(monkeypatch, "sendfile", errno.EINVAL)
+    if name == "copy_file_range":
+        let_the_kernel_copy(monkeypatch)
+    real: Callable[..., int] = getattr(os, name)
     short: dict[str, Callable[..., int]] = {
-        "copy_file_range": lambda s, t, n, i, o: real[name](s, t, min(n, 4099), i, o),
-        "sendfile": lambda t, s, i, n: real[name](t, s, i, min(n, 4099)),
-        "pwrite": lambda t, data, o: real[name](t, data[:4099], o),
+        "copy_file_range": lambda s, t, n, i, o: real(s, t, min(n, 4099), i, o),
+        "pwrite": lambda t, data, o: real(t, data[:4099], o),
+        "preadv": lambda s, buffers, o: real(s, [buffers[0][:4099]], o),
     }
     monkeypatch.setattr(os, name, short[name])
     rewrite(case.job, tmp_path / "out")
     assert tree(tmp_path / "out") == case.expected
 
 
-@pytest.mark.parametrize("cut", [True, False])
-def test_without_the_fast_calls(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool) -> None:
+def test_without_calls_that_not_every_system_has(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_the_kernel_copy(monkeypatch)
     monkeypatch.delattr(os, "copy_file_range")
     monkeypatch.delattr(os, "posix_fallocate")
-    if cut:
-        monkeypatch.delattr(os, "sendfile")
     rewrite(case.job, tmp_path / "out")
     assert tree(tmp_path / "out") == case.expected
+
+
+def test_the_disk_begins_while_a_file_is_written(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def begin(fd: int) -> None:
+        begun.append(Path(f"/proc/self/fd/{fd}").readlink().name)
+        assert threading.current_thread().name == "kconvert-copy-sync"
+
+    monkeypatch.setattr(workers, "FLUSH_BYTES", 60_000)
+    monkeypatch.setattr(reading, "BUFFER_BYTES", 10_000)
+    monkeypatch.setattr(execute, "start_writing", begin)
+    rewrite(case.job, tmp_path / "out", workers=1)
+    assert 1 <= begun.count("two") <= 500_000 // 60_000
+    assert {*begun} <= {"two"}
 
 
 _EXTENTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 999), st.integers(0, 400), st.booleans()), max_size=12)
@@ -161,7 +202,7 @@ def test_random_extents(
 
 
 def test_touching_extents_are_one_task(tmp_path: Path) -> None:
-    source, target = copying.OpenFile(tmp_path / "s", 3), copying.OpenFile(tmp_path / "t", 4)
+    source, target = OpenFile(tmp_path / "s", 3), OpenFile(tmp_path / "t", 4)
     extents = [Extent(source.path, 100 + 10 * number, 10) for number in range(50)]
     extents.insert(7, Extent(tmp_path / "s", 0, 0))
     pieces = list(tasks.cut(extents, {source.path: source}, target, 8))
@@ -169,44 +210,66 @@ def test_touching_extents_are_one_task(tmp_path: Path) -> None:
 
 
 def test_workers_share_the_last_file(tmp_path: Path) -> None:
-    source, one, two = (copying.OpenFile(tmp_path / name, fd) for fd, name in enumerate("sot"))
+    source, one, two = (OpenFile(tmp_path / name, fd) for fd, name in enumerate("sot"))
     extents = [Extent(source.path, 0, 3 * tasks.PIECE_BYTES)]
-    queue = tasks.TaskQueue(tasks.cut(extents, {source.path: source}, target, 0) for target in (one, two))
-    taken = [queue.take(worker) for worker in (0, 1, 0, 1, 0, 0, 1, 0)]
-    fds = [piece.target.fd if piece else None for piece in taken]
-    assert fds == [1, 2, 1, 2, 1, 2, None, None]
+    files = {str(target.fd): tasks.cut(extents, {source.path: source}, target, 0) for target in (one, two)}
+    finished: list[str] = []
+    queue = tasks.TaskQueue(files, finished.append)
+    taken = [queue.take(worker) for worker in (0, 1, 0, 1, 0)]
+    assert [file for file, _ in filter(None, taken)] == ["1", "2", "1", "2", "1"]
+    for file in ("1", "1"):
+        queue.done(file)
+    assert queue.take(0) == ("2", copying.Piece(source, 64 << 20, two, 64 << 20, 32 << 20))
+    assert not finished  # one task is with a worker
+    queue.done("1")
+    assert finished == ["1"]
+    assert [queue.take(worker) for worker in (1, 0)] == [None, None]
+    for _ in range(3):
+        assert finished == ["1"]
+        queue.done("2")
+    assert finished == ["1", "2"]
 
 
-@pytest.mark.parametrize("way", ["copy_file_range", "sendfile", "memory"])
-def test_source_cut_short_meanwhile(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_a_file_without_tasks_is_finished_when_it_is_looked_at() -> None:
+    finished: list[str] = []
+    queue = tasks.TaskQueue({"empty": iter(())}, finished.append)
+    assert queue.take(0) is None
+    assert finished == ["empty"]
+
+
+@pytest.mark.parametrize("call", ["copy_file_range", "preadv"])
+def test_source_cut_short_meanwhile(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     monkeypatch.setattr(copying, "SLICE_BYTES", 1 << 16)
-    if way != "copy_file_range":
-        broken(monkeypatch, "copy_file_range", errno.EXDEV)
-    if way == "memory":
-        broken(monkeypatch, "sendfile", errno.EINVAL)
+    if call == "copy_file_range":
+        let_the_kernel_copy(monkeypatch)
+    real = getattr(os, call)
 
-    def progress(size_bytes: int) -> None:
+    def copy_then_cut(*args: Any) -> Any:
+        copied = real(*args)
         os.truncate(case.source / "a", 5)
+        return copied
 
+    monkeypatch.setattr(os, call, copy_then_cut)
     job = Job((OutputFile("x", b"p", case.job.files[1].extents * 40),), (), case.job.final)
     with pytest.raises(CheckpointError, match=r"source/a: ends early: no data at byte \d+, .* size is now 5"):
-        rewrite(job, tmp_path / "out", on_progress=progress)
+        rewrite(job, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     assert no_copy_threads()
 
 
 def test_source_cannot_be_read(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("copy_file_range", "sendfile", "preadv"):
+    let_the_kernel_copy(monkeypatch)
+    for name in ("copy_file_range", "preadv"):
         monkeypatch.setattr(os, name, failing(errno.EIO))
     with pytest.raises(CheckpointError, match="cannot be read at byte"):
         rewrite(case.job, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-@pytest.mark.parametrize("name", ["copy_file_range", "sendfile", "pwrite", "fsync", "posix_fallocate"])
+@pytest.mark.parametrize("name", ["copy_file_range", "pwrite", "fsync", "posix_fallocate"])
 def test_disk_full(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    if name == "sendfile":
-        broken(monkeypatch, "copy_file_range", errno.EXDEV)
+    if name == "copy_file_range":
+        let_the_kernel_copy(monkeypatch)
     monkeypatch.setattr(os, name, failing(errno.ENOSPC))
     with pytest.raises(PreflightError, match="disk is full"):
         rewrite(case.job, tmp_path / "new" / "out")

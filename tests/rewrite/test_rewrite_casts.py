@@ -18,8 +18,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kconvert.errors import CheckpointError, PreflightError
-from kconvert.rewrite import Cast, Extent, Job, OutputFile, copying, rewrite, tasks
-from tests.rewrite.conftest import no_copy_threads
+from kconvert.rewrite import Cast, Extent, Job, OutputFile, copying, reading, rewrite, tasks
+from kconvert.rewrite.durable import write_at
+from kconvert.rewrite.reading import OpenFile
+from tests.rewrite.conftest import let_the_kernel_copy, no_copy_threads
 
 ROOT = Path(__file__).parents[2]
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -91,11 +93,11 @@ def test_any_bits(pair: tuple[str, str], values: list[int]) -> None:
 @pytest.mark.parametrize(
     ("source", "target", "bits", "expected"),
     [
-        ("F32", "BF16", [0x7F800001, 0x7FFFFFFF, 0xFFC00000], [0x7FC0, 0x7FC0, 0x7FC0]),
-        ("F32", "F16", [0x7F800001, 0xFF802000, 0x7FFFFFFF], [0x7E00, 0xFE01, 0x7FFF]),
-        ("BF16", "F16", [0x7F81, 0xFFC1, 0x7FFF], [0x7E08, 0xFE08, 0x7FF8]),
+        ("F32", "BF16", [0x7F800001, 0x7FFFFFFF, 0xFFC00000, 0x7F810000], [0x7FC0, 0x7FC0, 0xFFC0, 0x7F81]),
+        ("F32", "F16", [0x7F800001, 0xFF802000, 0x7FFFFFFF], [0x7E00, 0xFC01, 0x7FFF]),
+        ("BF16", "F16", [0x7F81, 0xFFC1, 0x7FFF], [0x7C08, 0xFE08, 0x7FF8]),
         ("BF16", "F32", [0x7F81, 0xFFC1], [0x7F810000, 0xFFC10000]),
-        ("F16", "F32", [0x7C01, 0xFE02], [0x7FC02000, 0xFFC04000]),
+        ("F16", "F32", [0x7C01, 0xFE02], [0x7F802000, 0xFFC04000]),
         ("F16", "BF16", [0x7C01, 0xFE02], [0x7FC0, 0x7FC0]),
         ("F64", "F32", [0x7FF0000000000001, 0xFFF8000020000000], [0x7FC00000, 0xFFC00001]),
         ("F64", "F16", [0x7FF0000000000001, 0xFFF8040000000000], [0x7E00, 0xFE01]),
@@ -109,6 +111,13 @@ def test_a_nan_has_the_same_bits_wherever_it_stands(
         data = np.array(bits * repeat, dtype=BITS[source]).tobytes()
         found = np.frombuffer(Cast(source, target).convert(memoryview(data)), BITS[target])
         assert list(map(hex, found)) == list(map(hex, expected)) * repeat
+
+
+@pytest.mark.parametrize("half", ["F16", "BF16"])
+def test_every_half_comes_back_from_float32(half: str) -> None:
+    data = np.arange(1 << 16, dtype=np.uint16).tobytes()
+    there = bytes(Cast(half, "F32").convert(memoryview(data)))
+    assert bytes(Cast("F32", half).convert(memoryview(there))) == data
 
 
 @pytest.mark.parametrize(
@@ -168,7 +177,7 @@ def test_content_and_progress(
 ) -> None:
     if small:  # no multiple of any item size
         monkeypatch.setattr(tasks, "PIECE_BYTES", 7_003)
-        monkeypatch.setattr(copying, "_BUFFER_BYTES", 1_001)
+        monkeypatch.setattr(reading, "BUFFER_BYTES", 1_001)
     job, content = mixed
     seen: list[int] = []
     rewrite(job, tmp_path / "new", workers=workers, on_progress=seen.append)
@@ -187,9 +196,10 @@ def test_reads_and_writes_that_stop_early_go_on(
     assert (tmp_path / "new" / "out").read_bytes() == content
 
 
-def test_what_is_copied_still_goes_through_the_kernel(
+def test_what_is_copied_beside_may_go_through_the_kernel(
     mixed: tuple[Job, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    let_the_kernel_copy(monkeypatch)
     real, copied = os.copy_file_range, []
 
     def count(*args: Any) -> int:
@@ -214,12 +224,15 @@ def test_neighbours_that_are_converted_are_not_merged(tmp_path: Path) -> None:
 
 def test_pieces_are_cut_between_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "PIECE_BYTES", 10)
-    source, target = copying.OpenFile(tmp_path / "s", 3), copying.OpenFile(tmp_path / "t", 4)
+    source, target = OpenFile(tmp_path / "s", 3), OpenFile(tmp_path / "t", 4)
     extents = [Extent(source.path, 100, 20, Cast("F32", "BF16")), Extent(source.path, 120, 4)]
     pieces = list(tasks.cut(extents, {source.path: source}, target, 5))
     wanted = [(100, 5, 8), (108, 9, 8), (116, 13, 4)]
     assert pieces == [
-        *(copying.Piece(source, start, target, to, size, Cast("F32", "BF16")) for start, to, size in wanted),
+        *(
+            copying.WholeTask(Extent(source.path, start, size, Cast("F32", "BF16")), target, to)
+            for start, to, size in wanted
+        ),
         copying.Piece(source, 120, target, 15, 4),
     ]
 
@@ -244,10 +257,17 @@ def test_a_source_cut_short_meanwhile(
 ) -> None:
     source = tmp_path / "source" / "a"
     extents = (Extent(source, 3, 80_004, Cast("F32", "F16")),)
-    monkeypatch.setattr(copying, "_BUFFER_BYTES", 4_000)
+    monkeypatch.setattr(reading, "BUFFER_BYTES", 4_000)
     job = Job((OutputFile("out", b"p", extents),), (), ())
+    write = os.pwrite
+
+    def write_then_cut(*args: Any) -> int:
+        os.truncate(source, 5)
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwrite", write_then_cut)
     with pytest.raises(CheckpointError, match=r"source/a: ends early: no data at byte \d+, .* size is now 5"):
-        rewrite(job, tmp_path / "new", on_progress=lambda _: os.truncate(source, 5))
+        rewrite(job, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -263,9 +283,9 @@ def test_a_source_that_cannot_be_read(
 def test_ctrl_c_ends_within_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One piece, so that only the stop between blocks can end it early."""
     (tmp_path / "source").write_bytes(bytes(4_000_000))
-    monkeypatch.setattr(copying, "_BUFFER_BYTES", 4_000)
+    monkeypatch.setattr(reading, "BUFFER_BYTES", 4_000)
     written = []
-    real = copying.write_at
+    real = write_at
 
     def note(fd: int, data: bytes | memoryview, offset: int) -> None:
         written.append(offset)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from kconvert.errors import CheckpointError
-from kconvert.rewrite import LOCK_NAME, Copy, Extent, Job, OutputFile
+from kconvert.rewrite import Copy, Extent, Job, OutputFile
 
 
-@pytest.mark.parametrize("name", ["../x", "/x", "a//b", "", "a\\b", " a", LOCK_NAME, f"{LOCK_NAME}/x"])
+@pytest.mark.parametrize("name", ["../x", "/x", "a//b", "", "a\\b", " a"])
 def test_unsafe_names(name: str) -> None:
     with pytest.raises(CheckpointError, match="is refused"):
         Job((OutputFile(name, b"", ()),), (), ())

@@ -13,7 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from kconvert.errors import OutputError, PreflightError, UsageError
-from kconvert.rewrite import LOCK_NAME, Extent, Job, OutputFile, check_output, copying, rewrite
+from kconvert.rewrite import Extent, Job, OutputFile, check_output, copying, rewrite
+from kconvert.rewrite import output as output_module
+from kconvert.rewrite.durable import exchange
+from kconvert.rewrite.journal import JOURNAL_NAME
+from kconvert.rewrite.output import LOCK_NAME
 from tests.rewrite.conftest import Case, no_copy_threads
 from tests.support import manifest_bytes
 
@@ -156,15 +160,27 @@ def test_no_directory(case: Case, tmp_path: Path, overwrite: bool) -> None:
     assert names(tmp_path) == ["dangling", "file", "source"]
 
 
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_an_old_output_is_there_until_the_new_one_is(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    out = converted(tmp_path / "out")
+    monkeypatch.setattr(output_module, "exchange", lambda one, other: can_exchange and exchange(one, other))
+    rewrite(case.job, out, overwrite=True)
+    assert names(tmp_path) == ["out", "source"]
+    assert (out / "one").read_bytes() == case.expected["one"]
+
+
 def test_the_old_output_comes_back(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = converted(tmp_path / "out")
     real = os.rename
 
     def rename(source: Path, target: Path) -> None:
-        if str(source).endswith(".partial"):
+        if Path(target) == out and Path(source).name == "output":
             raise OSError(errno.EIO, "broken")
         real(source, target)
 
+    monkeypatch.setattr(output_module, "exchange", lambda one, other: False)
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(PreflightError, match="reports an error"):
         rewrite(case.job, out, overwrite=True)
@@ -187,7 +203,7 @@ def test_an_output_that_appears_meanwhile(case: Case, tmp_path: Path) -> None:
 
 
 def test_not_enough_space(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=25, f_frsize=4096))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=25, f_frsize=4096, f_files=0))
     with pytest.raises(PreflightError, match=r"0\.5 MB needed, 0\.1 MB free") as caught:
         rewrite(case.job, tmp_path / "new" / "out")
     assert caught.value.exit_code == 6
@@ -223,14 +239,25 @@ def test_too_many_files(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_stale_partial_is_used_again(case: Case, tmp_path: Path) -> None:
     partial = tmp_path / "out.partial"
-    (partial / "code" / "deep").mkdir(parents=True)
-    for name in (LOCK_NAME, "one", "code/deep/x.py", "code/stray"):
+    (partial / "output" / "code" / "deep").mkdir(parents=True)
+    for name in (LOCK_NAME, JOURNAL_NAME, "output/one", "output/code/deep/x.py", "output/code/stray"):
         (partial / name).write_text("stale")
-    (partial / "link").symlink_to(case.source)
+    (partial / "output" / "link").symlink_to(case.source)
     rewrite(case.job, tmp_path / "out")
     assert names(tmp_path / "out") == sorted({name.split("/")[0] for name in case.expected})
     assert names(tmp_path / "out" / "code") == ["deep"]
     assert names(case.source) == ["a", "b", "config.json"]
+    assert names(tmp_path) == ["out", "source"]
+
+
+def test_a_partial_with_more_than_we_make_is_left_alone(case: Case, tmp_path: Path) -> None:
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    for name in (LOCK_NAME, "thesis.txt"):
+        (partial / name).write_text("mine")
+    with pytest.raises(OutputError, match="not left from a kconvert run"):
+        rewrite(case.job, tmp_path / "out")
+    assert names(partial) == [LOCK_NAME, "thesis.txt"]
 
 
 def test_foreign_partial_is_left_alone(case: Case, tmp_path: Path) -> None:
@@ -301,31 +328,35 @@ def test_a_foreign_partial_that_took_the_place_is_left_alone(case: Case, tmp_pat
 def test_order_of_the_last_steps(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     real_sync, real_rename = os.fsync, os.rename
+    tree = tmp_path / "out.partial" / "output"
 
     def fsync(fd: int) -> None:
         steps.append(os.path.relpath(Path(f"/proc/self/fd/{fd}").readlink(), tmp_path))
-        if steps[-1] == "out.partial/index.json":
-            assert not (tmp_path / "out.partial" / "kconvert_manifest.json").exists()
+        if steps[-1] == "out.partial/output/index.json":
+            assert not (tree / "kconvert_manifest.json").exists()
         real_sync(fd)
 
     def rename(source: Path, target: Path) -> None:
         steps.append("rename")
-        assert not (tmp_path / "out.partial" / LOCK_NAME).exists()
         real_rename(source, target)
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
     rewrite(case.job, tmp_path / "out")
-    data = ["one", "two", "empty", "config.json", "code/deep/x.py"]
-    folders = ["out.partial/code/deep", "out.partial/code", "out.partial"]
-    assert steps == [
-        *(f"out.partial/{name}" for name in data),
+    journal, root = "out.partial/journal.jsonl", "out.partial/output"
+    folders = [f"{root}/code/deep", f"{root}/code", root]
+    assert steps[:2] == [journal, "out.partial"]  # what the run is about stands there before the first byte
+    data = [name for name in steps[2:] if name not in (journal, *folders)][:5]
+    assert sorted(data) == sorted(f"{root}/{name}" for name in ("one", "two", "empty", "config.json", "code/deep/x.py"))
+    for name in ("one", "two", "empty"):  # a file is noted after it is on the disk
+        assert steps[steps.index(f"{root}/{name}") + 1] == journal
+    assert steps[10:] == [
         *folders,
-        "out.partial/index.json",
-        "out.partial/kconvert_manifest.json",
+        f"{root}/index.json",
+        f"{root}/kconvert_manifest.json",
         *folders,
+        journal,
         "rename",
-        "out",
         ".",
     ]
 
@@ -354,11 +385,10 @@ def test_an_error_of_the_callback(
 
 def test_no_descriptor_is_left_open(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = names(Path("/proc/self/fd"))
-    monkeypatch.delattr(os, "copy_file_range")
     rewrite(case.job, tmp_path / "out")
     with pytest.raises(OutputError):
         rewrite(case.job, tmp_path / "out")
-    monkeypatch.setattr(os, "sendfile", lambda *args: 1 // 0)
+    monkeypatch.setattr(os, "preadv", lambda *args: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         rewrite(case.job, tmp_path / "out2")
     assert names(Path("/proc/self/fd")) == before

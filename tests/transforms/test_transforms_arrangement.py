@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kconvert.transforms import Arrangement, Piece, ShapeError, invert, runs_of, whole
+from kconvert.transforms import Arrangement, Dim, Piece, ShapeError, invert, runs_of, whole
 from kconvert.transforms import arrangement as ops
 from tests.support import indices_of
 
@@ -167,9 +167,10 @@ GROWERS: Sequence[Callable[[Chain, st.DrawFn], None]] = (
 
 
 @st.composite
-def chains(draw: st.DrawFn) -> Chain:
+def chains(draw: st.DrawFn, shape: tuple[int, ...] | None = None) -> Chain:
     made = Chain(whole("none", ()), np.zeros((), dtype=np.int64))
-    shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=3)))
+    if shape is None:
+        shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=3)))
     made.made, made.wanted = made.source(shape)
     for grow in draw(st.lists(st.sampled_from(GROWERS), min_size=1, max_size=6)):
         if prod(made.made.shape) <= 2000 and len(made.made.shape) <= 4:
@@ -218,6 +219,30 @@ def test_transposing_and_interleaving_twice_changes_nothing(chain: Chain, data: 
     if made.shape[axis]:
         back = ops.interleave(ops.interleave(made, groups, axis), made.shape[axis] // groups, axis)
         assert (values_of(back, chain.sources) == chain.wanted).all()
+
+
+@settings(max_examples=300, deadline=None)
+@given(chains(), st.data())
+def test_a_chain_told_by_what_its_sources_are_made_of(inner: Chain, data: st.DataObject) -> None:
+    outer = data.draw(chains(inner.made.shape))
+    parts = {name: whole(f"other {name}", array.shape) for name, array in outer.sources.items()}
+    sources = {f"other {name}": array + 1_000_000 for name, array in outer.sources.items()}
+    made = ops.compose(outer.made, {**parts, "s0": inner.made})
+    array_of = {name: sources[f"other {name}"] for name in outer.sources} | {"s0": inner.wanted}
+    check(made, values_of(outer.made, array_of), {**sources, **inner.sources})
+
+
+def test_composing_steps_between_each_other() -> None:
+    piece = Piece("p", 1, 0, (Dim(2, 3, 3), Dim(3, 2, 1)))  # of 1 3 5 and 4 6 8
+    made = ops.compose(Arrangement((6,), (piece,)), {"p": ops.transpose(whole("a", (2, 5)), 0, 1)})
+    assert (values_of(made, {"a": np.arange(10)}) == [5, 6, 7, 2, 3, 4]).all()
+
+
+def test_composing_is_one_piece_for_each_part_of_stacked_experts() -> None:
+    inner = ops.chunk(whole("gate_up", (2 * 8, 4)), 2)
+    packed = ops.concatenate([whole("gate", (8, 4)), whole("up", (8, 4))])
+    made = ops.compose(packed, {"gate": inner[1], "up": inner[0]})
+    assert [piece.numbers() for piece in made.pieces] == [(32, 0, 32, 1, 1), (0, 32, 32, 1, 1)]
 
 
 # --- fixed values -----------------------------------------------------------------------------------
