@@ -9,7 +9,8 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -330,7 +331,7 @@ def save_tiny(
 
 def convert(recipe: str | Path, source: Path, output: Path, **kw: Any) -> ApplyResult:
     """`apply_recipe` for a shipped recipe's name or a recipe file; `kw` may hold what `Options` does."""
-    options = Options(**{field.name: kw.pop(field.name) for field in fields(Options) if field.name in kw})
+    options = Options(**{field.name: kw.pop(field.name) for field in fields_of(Options) if field.name in kw})
     return apply_recipe(str(recipe), source, output, options=options, **kw)
 
 

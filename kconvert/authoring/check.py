@@ -152,9 +152,9 @@ def _run(trials: Iterable[Trial], checks: list[Check]) -> None:
     """Every check on every trial; of each check the result that says most is kept."""
     by_name: dict[str, list[Check]] = {}
     for trial in trials:
-        for check in _checks(trial):
-            by_name.setdefault(check.name, []).append(check)
-    checks += [worst_first(found) for found in by_name.values()]
+        for found in _checks(trial):
+            by_name.setdefault(found.name, []).append(found)
+    checks += [worst_first(same) for same in by_name.values()]
 
 
 def _checks(trial: Trial) -> Iterator[Check]:

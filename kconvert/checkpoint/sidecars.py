@@ -175,7 +175,10 @@ def _walk(model_dir: Path) -> Iterator[_Found]:
     todo = [_Folder("", model_dir, frozenset({root}), linked=False)]
     while todo:
         folder = todo.pop()
-        for base in _entries(folder.path):
+        names = _entries(folder.path)
+        if folder.prefix and not names:
+            yield _Found(folder.prefix.rstrip("/"), folder.path, "an empty folder")
+        for base in names:
             name, path = folder.prefix + base, folder.path / base
             try:
                 refusal = _refusal(path, folder, root, blobs)

@@ -27,6 +27,7 @@ from kconvert.cli.output import (
     foreign_output_apart,
     format_bytes,
     make_console,
+    print_folded,
     print_json,
     print_table,
     print_text,
@@ -91,7 +92,7 @@ def _print_next(recipe: str, model_dir: Path, prepared: Prepared, max_shard_size
         command.append("-o OUTPUT")
     if max_shard_size is not None:
         command.append(f"--max-shard-size {shell_quote(max_shard_size)}")
-    if not prepared.manifest_of(slice(0)).model_checked:
+    if not prepared.manifest_of(()).model_checked:
         command.append("--no-model-check")
     if any(package.needs_trust for package in prepared.resolved.packages.values()):
         command.append("--trust-remote-code")
@@ -109,7 +110,7 @@ def show_plan(prepared: Prepared, *, as_json: bool) -> None:
     if as_json:
         print_json(plan_value(prepared, expected))
         return
-    plan, manifest = prepared.plan, prepared.manifest_of(slice(0))
+    plan, manifest = prepared.plan, prepared.manifest_of(())
     patches = explain_patches(plan)
     if patches:
         rows = _patch_rows(patches)
@@ -130,16 +131,17 @@ def show_plan(prepared: Prepared, *, as_json: bool) -> None:
     if unchanged:
         print_text(f"{unchanged} of {len(plan.shards)} weight files are as in the source")
     print_text(f"{format_bytes(expected.size_bytes)} on the disk, in {expected.num_files} files with all others")
-    print_text(f"at most {format_bytes(expected.memory_bytes)} of memory, beside Python's own")
+    memory = format_bytes(expected.memory_bytes)
+    print_text(f"at most {memory} of memory for the rewrite, beside Python and its libraries")
     if manifest.carried:
-        print_text(f"carried along without a place in the model: {', '.join(manifest.carried)}")
+        print_folded(f"carried along without a place in the model: {', '.join(manifest.carried)}", hang=2)
     for item in manifest.omitted:
-        print_text(f"left out: {item.name} ({item.reason})")
+        print_folded(f"left out: {item.name} ({item.reason})", hang=2)
 
 
 def plan_value(prepared: Prepared, expected: Expected) -> dict[str, Any]:
     """The plan as plain data, with what is carried, copied and left out, and what it will take."""
-    manifest = prepared.manifest_of(slice(0))
+    manifest = prepared.manifest_of(())
     return {
         **explain_plan(prepared.plan),
         "expected": {

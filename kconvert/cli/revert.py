@@ -97,6 +97,7 @@ def _value(prepared: PreparedRevert) -> dict[str, Any]:
         "sidecars": list(prepared.sidecars),
         "not_restored": [{"name": item.name, "reason": item.reason} for item in prepared.not_restored],
         "exact": prepared.is_exact,
+        "weights_checked": False,  # what `verify --level bytes` is for
         "notes": list(prepared.notes),
     }
 

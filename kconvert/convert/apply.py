@@ -20,8 +20,8 @@ from kconvert.convert.memory import peak_rss_bytes
 from kconvert.convert.prepare import Opened, Prepared, check, open_source, plan_of_files
 from kconvert.convert.record import transformers_version
 from kconvert.errors import KconvertError, UsageError
-from kconvert.recipe import find_recipe, load_recipe
 from kconvert.plan import Plan
+from kconvert.recipe import find_recipe, load_recipe
 from kconvert.rewrite import Job, OtherRunError, Reuse, RewriteResult, Writing, check_output
 
 __all__ = ["ApplyResult", "Options", "apply_recipe", "default_output"]

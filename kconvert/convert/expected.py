@@ -8,7 +8,8 @@ interpreter and its imports: nothing in it grows with the size of a tensor, unle
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from random import Random
 
 from kconvert.checkpoint import build_index
 from kconvert.convert.job import copies_of, header_of
@@ -61,15 +62,15 @@ def expect(prepared: Prepared) -> Expected:
 
 
 def _manifest_bytes(prepared: Prepared) -> int:
-    num_tensors = len(prepared.plan.steps)
-    some = prepared.manifest_of(slice(None, None, -(-num_tensors // _SAMPLE) or 1))
-    rest = len(replace(some, tensors=()).to_bytes())
-    return rest + (len(some.to_bytes()) - rest) * num_tensors // max(len(some.tensors), 1)
+    numbers = range(len(prepared.plan.steps))
+    some = Random(0).sample(numbers, _SAMPLE) if len(numbers) > _SAMPLE else numbers
+    rest = len(prepared.manifest_of(()).to_bytes())
+    return rest + (len(prepared.manifest_of(some).to_bytes()) - rest) * len(numbers) // max(len(some), 1)
 
 
 def _memory_bytes(plan: Plan, num_tensors: int, header_bytes: int) -> int:
-    moved = any(len(piece.dims) > 1 for step in plan.steps for piece in step.stored.pieces)
-    per_worker = 3 * BLOCK_BYTES if moved else 2 * BUFFER_BYTES  # what is read, what it is converted to, what is made
+    moved = any(piece.run_size < piece.size for step in plan.steps for piece in step.stored.pieces)
+    per_worker = 4 * BLOCK_BYTES if moved else 4 * BUFFER_BYTES  # what is read, converted in two steps, and made
     described = num_tensors * _TENSOR_BYTES + _HEADER_COPIES * header_bytes
     return _FIXED_BYTES + described + default_workers() * max(per_worker, _computed_bytes(plan.steps))
 

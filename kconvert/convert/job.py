@@ -85,7 +85,8 @@ def identity_of(files: Iterable[OutputFile], sources: Sequence[SourceFile]) -> d
         sources: the files that they read.
     """
     states = {
-        file.name: f"{file.stamp.size_bytes} bytes, {file.stamp.modified_ns}, {sha256_digest(file.header.raw)}"
+        file.name: f"{file.stamp.size_bytes} bytes, {file.stamp.modified_ns}, inode {file.stamp.inode}, "
+        f"{sha256_digest(file.header.raw)}"
         for file in sources
     }
     names = {file.path: file.name for file in sources}

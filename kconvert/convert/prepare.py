@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -56,13 +56,13 @@ class Prepared:
     @cached_property
     def manifest(self) -> Manifest:
         """What will stand beside the output."""
-        return self.manifest_of(slice(None))
+        return self.manifest_of(range(len(self.plan.steps)))
 
-    def manifest_of(self, some: slice) -> Manifest:
-        """The manifest with these of the tensors alone."""
+    def manifest_of(self, steps: Iterable[int]) -> Manifest:
+        """The manifest with the tensors of some of the plan's steps alone, which are given by their numbers."""
         if self.checked is not None:
-            return replace(self.checked, tensors=self.checked.tensors[some])
-        return _manifest(self.opened, replace(self.plan, steps=self.plan.steps[some]))
+            return replace(self.checked, tensors=tuple(self.checked.tensors[number] for number in steps))
+        return _manifest(self.opened, replace(self.plan, steps=tuple(self.plan.steps[number] for number in steps)))
 
     @property
     def checkpoint(self) -> Checkpoint:

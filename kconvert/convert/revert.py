@@ -201,9 +201,13 @@ def _not_restored(converted: Converted, restored: RestoredFiles) -> Iterator[Not
     for item in manifest.omitted:
         yield NotRestored(item.name, f"was not brought over: {item.reason}")
     known = {item.name for item in manifest.omitted} | {name.partition("/")[0] for name in manifest.sidecars}
-    for path in sorted(converted.directory.iterdir()):
-        if path.name not in known and not is_own_name(path.name):
-            yield NotRestored(printable(path.name), "the manifest does not know it: it came after the conversion")
+    try:
+        names = sorted(path.name for path in converted.directory.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"cannot be listed: {error.strerror or error}", where=str(converted.directory)) from error
+    for name in names:
+        if name not in known and not is_own_name(name):
+            yield NotRestored(printable(name), "the manifest does not know it: it came after the conversion")
 
 
 def _notes(converted: Converted, restored: RestoredFiles, index_name: str | None) -> Iterator[str]:

@@ -139,8 +139,9 @@ class Copier:
 
     def _through_memory(self, piece: Piece, done: int, count: int) -> int:
         buffer, offset = self._reader.buffer, piece.target_offset + done
-        # up to where the next buffer begins in the target, so that all but the first fill whole pages of it
-        block = buffer[: min(count, len(buffer) - offset % len(buffer))]
+        # The first one ends with a page of the target, so that the others fill theirs.  Not more than that: where the
+        # offsets have larger powers of two in them, Linux takes larger pages (folios), and may be long in finding these.
+        block = buffer[: min(count, len(buffer) - offset % min(BLOCK_BYTES, len(buffer)))]
         copied = read_some(piece.source, piece.source_offset + done, block, piece.source_offset + piece.size_bytes)
         write_at(piece.target.fd, block[:copied], offset)
         return copied

@@ -20,6 +20,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Literal, TypeAlias
 
+from kconvert.checkpoint import FileStamp
 from kconvert.errors import OutputError, PreflightError, UsageError
 from kconvert.rewrite.copying import Task
 from kconvert.rewrite.durable import clone, create, start_writing, sync_directory, write_at, write_synced
@@ -28,7 +29,7 @@ from kconvert.rewrite.journal import Finished
 from kconvert.rewrite.output import Partial, check_available, real_path
 from kconvert.rewrite.preflight import check_disk, check_open_files, check_sources_stay
 from kconvert.rewrite.reading import OpenFile
-from kconvert.rewrite.sources import check_unchanged, open_sources
+from kconvert.rewrite.sources import check_unchanged, open_sources, stamps_after_links
 from kconvert.rewrite.tasks import cut, digests_of
 from kconvert.rewrite.workers import BACKLOG, Crew, default_workers
 
@@ -154,6 +155,7 @@ class Writing:
         self._stack = contextlib.ExitStack()
         self._sources: Mapping[Path, OpenFile] = {}
         self._targets: dict[str, OpenFile] = {}
+        self._stamps: Mapping[Path, FileStamp] = {}
         self._kept: Mapping[str, Finished] = {}
         self._linked: set[str] = set()
         self._crew: Crew | None = None
@@ -201,7 +203,7 @@ class Writing:
             self._report(early)
         with self._machine_errors():
             self._crew.wait(self._report)
-            check_unchanged(self._job, self._sources, linked=self._linked_sources())
+            check_unchanged(self._stamps, self._sources)
         return self._crew.digests
 
     def publish(self, final: Iterable[tuple[str, bytes]] = ()) -> RewriteResult:
@@ -238,12 +240,12 @@ class Writing:
         self._sources = open_sources(self._job, self._stack)
         check_sources_stay(self._sources, self._target)
         self._partial = self._stack.enter_context(Partial(self._target))
-        if self._partial.was_published(self._job.identity):
+        names = {file.name for file in self._job.files}
+        if self._resume and self._partial.was_published(self._job.identity, names):
             self._partial.tidy()
             self._result = RewriteResult(self._output, self._job.size_bytes, self._job.size_bytes, 0, 0.0, 0.0, True)
             return
         self._partial.check_replaceable(overwrite=self._overwrite)
-        names = {file.name for file in self._job.files}
         self._kept = self._partial.begin(self._job.identity, names, resume=self._resume)
         left = [file for name, file in self._files.items() if name not in self._kept]
         self._linked = {file.name for file in left if self._reuse != "copy" and file.same_as is not None}
@@ -253,6 +255,7 @@ class Writing:
         self._early_bytes = sum(self._files[name].size_bytes for name in self._kept)
         for file in left:
             self._make(file)
+        self._stamps = stamps_after_links(self._job, self._sources)
         self._crew = Crew(
             {file.name: self._tasks(file) for file in left},
             self._sources,
@@ -317,9 +320,6 @@ class Writing:
             self._num_finished += 1
         del self._targets[name]
         os.close(fd)
-
-    def _linked_sources(self) -> frozenset[Path]:
-        return frozenset(path for name in self._linked if (path := self._files[name].same_as) is not None)
 
     def _write_final(self, items: Iterable[tuple[str, bytes]], folders: Sequence[Path]) -> None:
         """Each item after the one before is on the disk, and all after everything else."""

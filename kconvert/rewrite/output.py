@@ -58,6 +58,7 @@ def check_output(output: Path, *, source: Path, overwrite: bool) -> None:
     Raises:
         UsageError: by real path, `output` is `source`, or one lies inside the other.
         OutputError: `output` exists and may not be replaced.
+        PreflightError: it cannot be looked at.
     """
     real_output, real_source = real_path(output), real_path(source)
     relation = None
@@ -69,7 +70,12 @@ def check_output(output: Path, *, source: Path, overwrite: bool) -> None:
         relation = f"holds the source {source}"
     if relation is not None:
         raise UsageError(f"output {relation}", where=str(output), fix="choose a directory outside the source")
-    check_available(output, overwrite=overwrite)
+    try:
+        check_available(output, overwrite=overwrite)
+    except OSError as error:  # of a disk, while it is looked at
+        raise PreflightError(
+            f"cannot be looked at: {error.strerror or error}", where=str(error.filename or output)
+        ) from error
 
 
 def check_available(output: Path, *, overwrite: bool) -> None:
@@ -131,9 +137,12 @@ def _check_own(output: Path) -> None:
         raise OutputError("output holds weights that a model was saved as", where=where, fix="choose another output")
     own = (MANIFEST_NAME, PARITY_NAME, INDEX_NAME, manifest.source_headers)
     known = {*manifest.weight_files, *manifest.sidecars, *own}
+    packages = [record.layout.package for record in manifest.patches if record.layout.package is not None]
+    folders = {f"{KERNELS_DIR}/{package.digest.partition(':')[2]}" for package in packages}
     for path in sorted(output.rglob("*")):
         name = path.relative_to(output).as_posix()
-        if name not in known and name.split("/")[0] != KERNELS_DIR and not path.is_dir():
+        is_package = "/".join(name.split("/")[:2]) in folders
+        if name not in known and not is_package and (path.is_symlink() or not path.is_dir()):
             raise OutputError(f"output holds {name!r}, which kconvert did not write", where=where, fix=fix)
 
 
@@ -197,9 +206,15 @@ class Partial:
         finally:
             self._release()
 
-    def was_published(self, identity: Mapping[str, str]) -> bool:
-        """Whether the output is that of a run for the same, which was killed before it had tidied up here."""
-        return self._journal is None and bool(identity) and self._past.identity == identity and self._is_published
+    def was_published(self, identity: Mapping[str, str], names: Collection[str]) -> bool:
+        """Whether the output is that of a run for the same, which was killed before it had tidied up here.
+
+        `names` are the files that it has to hold as that run had finished them.
+        """
+        if self._journal is not None or not identity or self._past.identity != identity or not self._is_published:
+            return False
+        finished = self._past.finished
+        return all(name in finished and finished[name].is_still(self.output / name) for name in names)
 
     def check_replaceable(self, *, overwrite: bool) -> None:
         """`check_replaceable`, which is an OtherRunError where the output is that of a run that had yet to tidy up here."""

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from kconvert.rewrite.gather import Gather
 from kconvert.rewrite.job import Computed, Digested, Job, Part
 from kconvert.rewrite.reading import OpenFile
 
-__all__ = ["check_unchanged", "open_sources"]
+__all__ = ["check_unchanged", "open_sources", "stamps_after_links"]
 
 
 def open_sources(job: Job, stack: ExitStack) -> dict[Path, OpenFile]:
@@ -34,7 +34,7 @@ def open_sources(job: Job, stack: ExitStack) -> dict[Path, OpenFile]:
                 needed[path] = max(needed.get(path, 0), end)
     exact = {copy.path: copy.size_bytes for copy in job.copies}
     sources = {path: _open(path, stack) for path in sorted({*needed, *exact})}
-    check_unchanged(job, sources)
+    check_unchanged(job.stamps, sources)
     for path, source in sources.items():
         size = os.fstat(source.fd).st_size
         if size < needed.get(path, 0):
@@ -60,16 +60,25 @@ def _ends(extent: Part) -> Iterator[tuple[Path, int]]:
         yield extent.path, extent.offset + extent.size_bytes
 
 
-def check_unchanged(job: Job, sources: Mapping[Path, OpenFile], *, linked: Collection[Path] = ()) -> None:
-    """Raises CheckpointError if a stamped source is not the file it was, or was written to.
+def check_unchanged(stamps: Mapping[Path, FileStamp], sources: Mapping[Path, OpenFile]) -> None:
+    """Raises CheckpointError if a stamped source is not the file it was, or was written to."""
+    for path, stamp in stamps.items():
+        if path in sources:
+            check_stamp(stamp, sources[path].fd, path)
 
-    Of those in `linked` the time of their last change is not looked at: a new link is one.
+
+def stamps_after_links(job: Job, sources: Mapping[Path, OpenFile]) -> dict[Path, FileStamp]:
+    """The stamps of the job's sources now that hard links to them were made or removed, which is a change of its own.
+
+    Raises:
+        CheckpointError: more than that has changed.
     """
+    stamps = {}
     for path, stamp in job.stamps.items():
         if path in sources:
-            fd = sources[path].fd
-            known = replace(stamp, changed_ns=FileStamp.of(fd).changed_ns) if path in linked else stamp
-            check_stamp(known, fd, path)
+            stamps[path] = replace(stamp, changed_ns=FileStamp.of(sources[path].fd).changed_ns)
+    check_unchanged(stamps, sources)
+    return stamps
 
 
 def _open(path: Path, stack: ExitStack) -> OpenFile:

@@ -13,8 +13,9 @@ import contextlib
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Full, Queue, SimpleQueue
 from threading import Event, Lock, Thread
@@ -50,6 +51,21 @@ class _Note:
     is_finished: bool
 
 
+class _Worker(Thread):
+    """A thread that tells of its end: a `join` that Ctrl-C interrupts takes a thread that runs for one that has ended."""
+
+    def __init__(self, name: str, work: Callable[[], None]) -> None:
+        super().__init__(target=work, name=name)
+        self.ended = Event()
+
+    def run(self) -> None:
+        """Does the work."""
+        try:
+            super().run()
+        finally:
+            self.ended.set()
+
+
 class Crew:
     """Does every task of every file.
 
@@ -79,11 +95,8 @@ class Crew:
         self._live = num_workers
         self._lock = Lock()
         self._threads = [
-            *(
-                Thread(target=self._copy, args=(number,), name=f"kconvert-copy-{number}")
-                for number in range(num_workers)
-            ),
-            Thread(target=self._settle_all, name="kconvert-copy-sync"),
+            *(_Worker(f"kconvert-copy-{number}", partial(self._copy, number)) for number in range(num_workers)),
+            _Worker("kconvert-copy-sync", self._settle_all),
         ]
 
         self._num_running = len(self._threads)
@@ -113,11 +126,22 @@ class Crew:
                 on_bytes(message)
 
     def stop(self) -> None:
-        """Lets the threads end where they are, and waits for them."""
-        self._stop.set()
-        with contextlib.suppress(Full):  # else there is something to take, and nobody waits
-            self._notes.put_nowait(None)
-        _join(self._threads)
+        """Lets the threads end where they are, and waits for them; a Ctrl-C meanwhile is raised when all have ended."""
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                self._stop.set()
+                with contextlib.suppress(Full):  # else there is something to take, and nobody waits
+                    self._notes.put_nowait(None)
+                for thread in self._threads:
+                    if thread.ident is not None:  # it was started
+                        thread.ended.wait()
+                        thread.join()
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def _copy(self, number: int) -> None:
         end: BaseException | None = None
@@ -177,16 +201,3 @@ class Crew:
             end = error
             self._stop.set()
         self._messages.put(end)
-
-
-def _join(threads: Iterable[Thread]) -> None:
-    """Waits for the started threads; a Ctrl-C meanwhile is raised after the last one has ended."""
-    interrupt: KeyboardInterrupt | None = None
-    for thread in threads:
-        while thread.is_alive():
-            try:
-                thread.join()
-            except KeyboardInterrupt as error:
-                interrupt = error
-    if interrupt is not None:
-        raise interrupt

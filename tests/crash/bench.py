@@ -31,8 +31,11 @@ __all__ = [
     "Place",
     "Snapshot",
     "Variant",
+    "check_nothing_over",
     "finished_in",
+    "require",
     "snapshot",
+    "told",
     "write_larger",
     "write_small",
 ]
@@ -41,7 +44,7 @@ Snapshot: TypeAlias = Mapping[str, tuple[int, str]]
 """Name below a directory to mode and sha256; nothing for a folder.  The directory itself is "."."""
 
 Finished: TypeAlias = Mapping[str, tuple[int, int, int]]
-"""Name of a weight file to its size, inode and time."""
+"""Name of a file to its size, inode and time."""
 
 _ENDS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 
@@ -172,6 +175,10 @@ class Bench:
         self._older_output = folder / "older-output"
         _require_well(server.run(run), "the older conversion")
         self.older = snapshot(self._older_output)
+        self._source_states = self._states_of_source()
+
+    def _states_of_source(self) -> Finished:
+        return {path.name: _state(path) for path in self.source.iterdir()}
 
     def place(self, variant: Variant) -> Place:
         """A new place, with what stands there before."""
@@ -249,6 +256,7 @@ class Bench:
         require(os.path.lexists(place.output), what, "no output in the end")
         require(snapshot(place.output) == expected, what, _difference(snapshot(place.output), expected))
         require(place.names() == {place.output.name}, what, f"left in the end: {sorted(place.names())}")
+        require(self._states_of_source() == self._source_states, what, "the source was written to")
         check_nothing_over(outcome, what)
         if not done:
             check_not_again(place.output, what, outcome, finished)

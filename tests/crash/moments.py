@@ -30,7 +30,8 @@ def moments(bench: Bench, variants: Sequence[Variant], number: int, *, seed: int
     of the time.
     """
     rng = Random(seed)
-    seconds = {variant.name: moving_seconds(bench, variant) for variant in dict.fromkeys(variants)}
+    names = dict.fromkeys(variant.name for variant in variants)
+    seconds = {name: moving_seconds(bench, next(each for each in variants if each.name == name)) for name in names}
     for count in range(number):
         variant = variants[count % len(variants)]
         delays = [rng.uniform(0, 1.05 * seconds[variant.name]) for _ in range(2 if count % 4 == 3 else 1)]

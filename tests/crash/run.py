@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -174,7 +175,15 @@ def _run(name: str, parts: Sequence[Iterator[Trial]]) -> Figures:
                 figures.outcomes[met.outcome] += 1
                 figures.resumed += met.resumed > 0
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(parts))]
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except Exception:  # noqa: BLE001 - a fault of the test, and no less a failure
+            with lock:
+                figures.broken.append(traceback.format_exc())
+                _say(figures.broken[-1])
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(len(parts))]
     for thread in threads:
         thread.start()
     for thread in threads:

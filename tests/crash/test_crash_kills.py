@@ -45,6 +45,16 @@ def test_nothing_escapes_the_layer(bench: Bench) -> None:
     assert check_nothing_escapes(bench, VARIANTS["overwrite-by-two-renames"])["rename"] == 2
 
 
+def test_all_ways_come_to_the_same(bench: Bench) -> None:
+    expected = bench.undisturbed(VARIANTS["fresh"])[1]
+    others = {"digests", "hardlinks-and-digests", "shard-size"}  # another manifest, or other files
+    for name in VARIANTS.keys() - others:
+        assert bench.undisturbed(VARIANTS[name])[1] == expected, name
+    names = {call.name for call in bench.undisturbed(VARIANTS["kernel-aligned"])[0].calls}
+    assert {"copy_file_range", "preadv"} <= names
+    assert "start_writing" in {call.name for call in bench.undisturbed(VARIANTS["flushes"])[0].calls}
+
+
 @pytest.mark.parametrize("variant", ALL)
 def test_kills(bench: Bench, variant: Variant) -> None:
     for trial in sample(kills(bench, variant, source_too=False), 3, variant.name):

@@ -15,7 +15,7 @@ from tests.fuzz import headers
 from tests.fuzz.run import TARGETS, run
 
 ROOT = Path(__file__).parents[2]
-INPUTS = {"header": 5000, "index": 3000, "manifest": 300, "recipe": 500}
+INPUTS = {"header": 5000, "index": 3000, "manifest": 300, "recipe": 500, "revert": 100}
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -7,14 +7,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kconvert.checkpoint import open_checkpoint
+from kconvert.errors import CheckpointError
 from kconvert.plan import ModuleTensor, Plan, build_plan
 from kconvert.transforms import whole
-from tests.plan.generated import MLP, Case, cases, entries_of, plan
-from tests.support import RawTensor, convert, qwen3_config, read_raw, write_checkpoint, write_recipe
+from tests.plan.generated import MLP, NORMS, Case, cases, entries_of, plan
+from tests.support import RawTensor, convert, qwen3_config, qwen3_tensors, read_raw, write_checkpoint, write_recipe
 
 
 def described(made: Plan) -> list[Any]:
@@ -25,7 +27,7 @@ def described(made: Plan) -> list[Any]:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases())
 def test_every_source_is_used_exactly_once(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +50,7 @@ def test_every_source_is_used_exactly_once(case: Case) -> None:
         assert sum(part.shape[0] if part.shape else 1 for part in step.parts) == (step.shape[0] if step.shape else 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases())
 def test_the_plan_does_not_depend_on_shards_or_their_order(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +64,7 @@ def test_the_plan_does_not_depend_on_shards_or_their_order(case: Case) -> None:
         assert (other.claims, other.traces) == (alone.claims, alone.traces)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(cases())
 def test_sharded_and_unsharded_sources_give_the_same_tensors(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +80,7 @@ def test_sharded_and_unsharded_sources_give_the_same_tensors(case: Case) -> None
     assert len(outputs[0]) < len(case.tensors)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases(), st.randoms())
 def test_layers_that_are_alike_are_planned_as_if_each_were_the_first(case: Case, random: Any) -> None:
     """With tensors given, as a model gives them, every module is planned by its rules; without, most repeat another."""
@@ -104,3 +106,21 @@ def test_a_layer_of_another_shape_or_dtype_is_no_repeat(tmp_path: Path) -> None:
         gate, up = (tensors[f"model.layers.{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up"))
         packed = found[f"model.layers.{layer}.mlp.gate_up_proj.weight"]
         assert packed == RawTensor(gate.dtype, (2 * gate.shape[0], 2), gate.data + up.data)
+
+
+def test_a_layer_with_a_tensor_of_another_name_is_no_repeat(tmp_path: Path) -> None:
+    tensors = qwen3_tensors()
+    tensors["model.layers.1.mlp.dawn_proj.weight"] = tensors.pop("model.layers.1.mlp.down_proj.weight")
+    with pytest.raises(CheckpointError, match=r"'model\.layers\.1\.mlp\.down_proj\.weight'"):
+        plan(write_checkpoint(tmp_path, tensors, qwen3_config()), MLP)
+
+
+def test_modules_that_are_alike_belong_to_their_own_entries(tmp_path: Path) -> None:
+    patches = NORMS + NORMS.replace("input_layernorm", "post_attention_layernorm")
+    made = plan(write_checkpoint(tmp_path, qwen3_tensors(), qwen3_config()), patches)
+    norms = {step.target: step.entry for step in made.steps if step.entry is not None}
+    assert norms == {
+        f"model.layers.{layer}.{name}.weight": number
+        for layer in range(2)
+        for number, name in enumerate(("input_layernorm", "post_attention_layernorm"))
+    }

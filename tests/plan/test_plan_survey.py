@@ -142,6 +142,15 @@ def test_modules_that_cannot_be_packed_say_why(more: dict[str, Tensor], words: l
     assert "m.1" not in str(broken.reason)
 
 
+def test_modules_under_other_names_are_named_by_their_own() -> None:
+    broken = {f"m__0__{name}__up__weight": NONE for name in ("mlp", "shared")}
+    found = find_packable(_tensors("m.0.mlp", "m.0.shared", **broken), [PAIR])
+    assert [(one.modules, one.reason) for one in found] == [
+        (f"m.*.{name}", f"'{name}.gate_up.weight' needs '{name}.up.weight', which the checkpoint does not have")
+        for name in ("mlp", "shared")
+    ]
+
+
 def test_a_quantised_dtype_has_no_way_out() -> None:
     (found,) = find_packable(_tensors("mlp", mlp__up__weight=Tensor("F8_E4M3")), [PAIR])
     assert "`dtype:`" not in str(found.reason)

@@ -317,7 +317,7 @@ def _rules(
     draw: st.DrawFn, inputs: Mapping[str, Shape], prefix: str, *, joins: bool, whole_bytes: bool
 ) -> tuple[tuple[BoundRule, ...], dict[str, Shape]]:
     """Rules that take every input once, and the shapes of what they make."""
-    left, rules, made = dict(inputs), [], dict[str, Shape]()
+    left, rules, made = dict(inputs), list[BoundRule](), dict[str, Shape]()
     while left:
         rule = draw(_rule(left, f"{prefix}{len(rules):02d}", joins=joins, whole_bytes=whole_bytes))
         rules.append(rule)
@@ -358,7 +358,7 @@ def _rule(draw: st.DrawFn, left: Mapping[str, Shape], target: str, *, joins: boo
         return _bound(collected, target, [*operations, Chunk(0)], ("x", "y"))
     if last == "unstack" and len(shape) >= 2 and 1 <= shape[0] <= 12:
         return _bound(collected, target, [*operations, Unstack(0)], ("_*",))
-    if last == "unstack halves" and not operations and len(shape) == 3 and shape[1] % 2 == 0:
+    if last == "unstack halves" and not operations and len(shape) == 3 and shape[0] and shape[1] % 2 == 0:
         return _bound(collected, target, [UnstackHalves(0, 1)], ("x_*", "y_*"))
     return _bound(collected, target, operations, ("",)) if operations else BoundRule.renamed(first, target)
 

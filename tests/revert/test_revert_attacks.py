@@ -233,6 +233,16 @@ def test_no_gzip_of_headers(converted: Path, change: Callable[[bytes], bytes], w
     refused(converted, 4, SOURCE_HEADERS_NAME, words)
 
 
+def test_something_behind_the_gzip_file_that_is_read_for_itself(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = (converted / SOURCE_HEADERS_NAME).read_bytes()
+    monkeypatch.setattr("kconvert.convert.source_headers._BLOCK_BYTES", len(data))
+    prepare_revert(converted)
+    put_bytes(converted, data + b"x")
+    refused(converted, 4, "holds something after its end")
+
+
 def test_headers_that_the_manifest_does_not_name(converted: Path) -> None:
     path = converted / SOURCE_HEADERS_NAME
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()), compresslevel=1))
@@ -389,8 +399,9 @@ def test_a_shard_that_is_missing_or_cut(converted: Path) -> None:
     refused(converted, 4, path.name, "is a broken link")
 
 
-def test_a_shard_that_changes_while_it_is_copied(converted: Path, tmp_path: Path) -> None:
-    path = sorted(converted.glob("*.safetensors"))[0]
+@pytest.mark.parametrize("name", ["model.kconvert-00001-of-00002.safetensors", "tokenizer.json"])
+def test_a_file_that_changes_before_it_is_copied(converted: Path, tmp_path: Path, name: str) -> None:
+    path = converted / name
 
     def touch(prepared: object) -> None:
         os.utime(path, ns=(1, 1))
