@@ -288,6 +288,11 @@ def test_a_header_that_could_not_be_read_is_not_built(tensors: list[tuple[str, s
         build_header(tensors, None)
 
 
+def test_metadata_that_could_not_be_read_is_not_built() -> None:
+    with pytest.raises(CheckpointError, match="is not an object of strings"):
+        build_header([], {"format": 1})  # type: ignore[dict-item]
+
+
 def test_a_header_over_the_limit_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(header, "MAX_HEADER_BYTES", 100)
     tensors = [(f"t{number}", "U8", (1,), 1) for number in range(5)]

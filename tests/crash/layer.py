@@ -69,7 +69,7 @@ class Fault:
         at: the number of a call, from 1, or its label.
         action: `fail` raises `errno`; `short` does a part, `zero` nothing, and both say so; `pause` waits before it.
         errno: for `fail`.
-        stays: every later call of the same function on the same kind of file goes wrong too, as on a full disk.
+        stays: every later call of the same function goes wrong too, as on a full disk.
     """
 
     at: int | str

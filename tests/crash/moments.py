@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from tests.crash.bench import Bench, Variant, require, told
-from tests.crash.sweeps import Met, Trial, go_on
+from tests.crash.sweeps import Met, Trial, go_on, require_clean
 
 __all__ = ["moments", "moving_seconds"]
 
@@ -45,10 +45,13 @@ def _moment_trial(bench: Bench, variant: Variant, delays: Sequence[float]) -> Tr
         place, killed, moving = bench.place(variant), 0, 0
         for number, delay in enumerate(delays):
             outcome = bench.run(place, kill_after=delay, counts_only=True)
-            if outcome.ended != "killed":
+            if outcome.ended != "killed" and not number:
                 require(outcome.ended == "well", what, told(outcome))
                 bench.remove(place)
-                return _moment_trial(bench, variant, [*delays[:number], delay / 2, *delays[number + 1 :]])()
+                return _moment_trial(bench, variant, [delay / 2, *delays[1:]])()
+            if outcome.ended != "killed":  # what was left took less time, or nothing was left
+                require_clean(outcome, what)
+                break
             killed += 1
             moving += outcome.in_flight > 0 or 0 < outcome.moved_bytes < size
             bench.check_stopped(place, what)

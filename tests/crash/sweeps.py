@@ -22,13 +22,16 @@ __all__ = [
     "ERRORS",
     "Met",
     "Trial",
+    "error_trial",
     "errors",
     "go_on",
     "interrupts",
+    "kill_trial",
     "kills",
     "order_faults",
     "power_cuts",
     "repeated_kills",
+    "require_clean",
 ]
 
 
@@ -93,7 +96,7 @@ def kill_trial(bench: Bench, variant: Variant, faults: Sequence[Fault], *, afres
         for fault in faults:
             outcome = bench.run(place, fault)
             if outcome.ended != "killed":  # the run before had done so much that there is no such call
-                _require_clean(outcome, what)
+                require_clean(outcome, what)
                 break
             fired += 1
             bench.check_stopped(place, what)
@@ -291,7 +294,7 @@ def error_trial(bench: Bench, variant: Variant, fault: Fault) -> Trial:
         outcome = bench.run(place, fault)
         require(outcome.fired is not None, what, "no such call")
         require(outcome.ended in ("well", "error"), what, f"the process {outcome.ended} {outcome.trace}")
-        _require_clean(outcome, what)
+        require_clean(outcome, what)
         if outcome.ended == "well":
             require(_is_done(bench, place), what, "ended well, and the output is not whole")
         bench.check_stopped(place, what)
@@ -304,7 +307,7 @@ def error_trial(bench: Bench, variant: Variant, fault: Fault) -> Trial:
     return trial
 
 
-def _require_clean(outcome: Outcome, what: str) -> None:
+def require_clean(outcome: Outcome, what: str) -> None:
     """Ended well, or with one line and a documented exit code; nothing left over."""
     if outcome.ended == "error":
         clean = outcome.code in (4, 6, 7, 130) and "\n" not in outcome.text and "Traceback" not in outcome.printed

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from tests.crash.bench import Bench, Variant, require, told
 from tests.crash.layer import CHANGING, Call
 
-__all__ = ["check_nothing_escapes"]
+__all__ = ["CannotTraceError", "check_nothing_escapes"]
 
 _RESUMED = re.compile(r"<\.\.\. \w+ resumed>(.*)")
 _NAMES = {
@@ -30,11 +31,19 @@ _NEVER = re.compile(
 )
 
 
+class CannotTraceError(Exception):
+    """strace is missing, or may not look at other processes here."""
+
+
 def check_nothing_escapes(bench: Bench, variant: Variant) -> dict[str, int]:
     """Runs it under strace, and gives how often each kind of call was made, which is as often as was noted."""
+    if shutil.which("strace") is None:
+        raise CannotTraceError("no strace")
     place = bench.place(variant)
     trace = bench.folder / "trace"
     outcome = bench.run(place, trace=str(trace))
+    if outcome.ended == "killed":
+        raise CannotTraceError("strace cannot look at other processes")
     require(outcome.ended == "well", variant.name, told(outcome))
     seen = _seen(trace.read_text(errors="replace").splitlines(), str(place.root))
     noted = _noted(outcome.calls)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kconvert.manifest import canonical_json, sha256_digest, unique_pairs
+from kconvert.manifest import OmittedRecord, canonical_json, sha256_digest, unique_pairs
 
 VALUES = st.recursive(
     st.none()
@@ -47,6 +48,14 @@ def test_text_is_written_as_it_is() -> None:
 def test_what_is_no_json_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         canonical_json(value)
+
+
+def test_dataclasses_are_objects_and_nothing_else_is() -> None:
+    record = OmittedRecord(name="a", reason="b")
+    assert canonical_json({"c": [record]}) == b'{\n "c": [\n  {"name": "a", "reason": "b"}\n ]\n}\n'
+    for value in ({1}, Path("a"), object()):
+        with pytest.raises(TypeError, match="is not JSON"):
+            canonical_json({"c": value})
 
 
 def test_digest() -> None:

@@ -17,11 +17,23 @@ import pytest
 import torch
 
 from kconvert.checkpoint import TensorEntry, read_header
+from kconvert.cli import verify as cli_verify
 from kconvert.cli.progress import Meter, Progress, bar_line
 from kconvert.errors import CheckpointError, ManifestError
 from kconvert.manifest import Manifest, PartRecord, TensorRecord, load_manifest
 from kconvert.names import CONFIG_NAME, INDEX_NAME, MANIFEST_NAME, PARITY_NAME, SINGLE_NAME, SOURCE_HEADERS_NAME
-from kconvert.parity import BytesLevel, How, ParityReport, verify
+from kconvert.parity import (
+    BytesLevel,
+    How,
+    LogitsLevel,
+    LogitsResult,
+    ModuleResult,
+    ModulesLevel,
+    ParityReport,
+    Result,
+    Verdict,
+    verify,
+)
 from kconvert.parity.threads import run_in_threads
 from tests.parity.running import Capture, failing, run
 from tests.runtime.pairs import edit_manifest
@@ -452,16 +464,18 @@ def test_an_index_that_says_something_else(dense: Case, tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_while_it_is_compared(dense: Case, tmp_path: Path) -> None:
-    early, late = dense.copy(tmp_path / "early"), dense.copy(tmp_path / "late")
+    for number, when in enumerate(("on_start", "on_progress")):
+        converted = dense.copy(tmp_path / f"out{number}")
+        path, _ = place(converted, "lm_head.weight")
 
-    def touch(directory: Path) -> None:
-        path, entry = place(directory, "lm_head.weight")
-        flip(path, entry.offset)
+        def touch(size_bytes: int, path: Path = path) -> None:
+            os.utime(path)
 
-    with pytest.raises(CheckpointError, match="has changed since its header was read"):
-        verify(early, source=dense.source, levels=["bytes"], on_start=lambda _: touch(early))
-    with pytest.raises(CheckpointError, match="has changed since its header was read"):
-        verify(late, source=dense.source, levels=["bytes"], on_progress=lambda _: touch(late))
+        seen: list[int] = []
+        watch: dict[str, Any] = {"on_progress": seen.append, when: touch}
+        with pytest.raises(CheckpointError, match="has changed since its header was read"):
+            verify(converted, source=dense.source, levels=["bytes"], **watch)
+        assert seen == [], "a change that is seen at the start costs no reading"
 
 
 def test_a_file_that_ends_early(dense: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -723,6 +737,7 @@ def test_the_command_with_a_source(
     dense: Case, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(cli_verify, "prepare_torch", lambda: pytest.fail("torch is not needed"))
     converted = dense.copy(tmp_path / "out", digests=False)
     code, out, err = run(capsys, converted, "--source", dense.source, "--level", "bytes", "--require-proof")
     assert code == 0, out + err
@@ -819,6 +834,26 @@ def test_progress_goes_back_to_the_status_when_the_bytes_are_done() -> None:
     assert str(progress._plain_line()).startswith("99 of 100 B")
     progress.advance(1)
     assert progress._plain_line() is None
+
+
+def test_what_the_other_levels_could_not_show_is_no_proof() -> None:
+    def result(dtype: str, verdict: Verdict) -> Result:
+        return Result(dtype, "reference", "reference", verdict, 0.0, 0.0)
+
+    def modules(*results: Result) -> ModulesLevel:
+        shown = ModuleResult(("a",), ("A",), "rms_norm", (result("float32", Verdict.EQUAL),))
+        return ModulesLevel((shown, ModuleResult(("b",), ("A",), "rms_norm", results)), "float32", True, None, {})
+
+    equal = result("float32", Verdict.EQUAL)
+    assert modules(equal).unproved is None
+    assert modules(equal, result("float16", Verdict.NOT_RUN)).unproved is None, "only its own dtype counts"
+    for results in ((), (result("float32", Verdict.NOT_RUN),), (equal, result("float16", Verdict.NO_PROOF))):
+        assert modules(*results).unproved == "1 of 2 patched modules could not be shown, e.g. b"
+    left_out = LogitsResult("float32", "auto", "auto", Verdict.NOT_RUN, None, 0.0, "it is too large")
+    level = LogitsLevel((replace(left_out, verdict=Verdict.EQUAL), left_out), None, {})
+    assert level.unproved == "float32, auto was not run: it is too large"
+    report = ParityReport({"logits": level}, True, "", None, {})
+    assert (report.proved, report.failures, report.proof) == (False, (), None)
 
 
 def test_a_wrong_source_is_refused_as_at_the_other_levels(dense: Case, tmp_path: Path, capsys: Capture) -> None:

@@ -15,6 +15,7 @@ from kconvert.names import SINGLE_NAME
 from kconvert.plan import ModuleTensor, Plan, Step, build_plan, explain_plan
 from kconvert.recipe import parse_recipe
 from kconvert.transforms import BoundRule, runs_of, whole
+from kconvert.transforms.arrangement import narrow
 from tests.support import RawTensor, qwen3_config, qwen3_tensors, write_checkpoint
 
 HEAD = "recipe: 1\nname: test\nmodel_type: [qwen3]\npatches:\n"
@@ -173,6 +174,16 @@ def test_two_file_names_of_one_module_name(tmp_path: Path) -> None:
     tensors = [ModuleTensor("model.a", whole(name, (1,))) for name in ("a", "model.a")]
     with pytest.raises(CheckpointError, match=r"tensors 'a' and 'model\.a' are both 'model\.a' in the model"):
         build_plan(open_checkpoint(tmp_path), (), tensors=tensors)
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_part_of_a_tensor_under_its_own_name(tmp_path: Path, start: int) -> None:
+    """To the model it is a whole tensor; in the file it is some rows of one."""
+    write_checkpoint(tmp_path, {"a": torch.zeros(4, 2)}, qwen3_config())
+    part = narrow(whole("a", (4, 2)), 0, start, 2)
+    (step,) = build_plan(open_checkpoint(tmp_path), (), tensors=[ModuleTensor("a", part)]).steps
+    assert (step.made, step.stored, step.is_transformed) == (whole("a", (2, 2)), part, True)
+    assert (step.origins[0].shape, step.shape) == ((4, 2), (2, 2))
 
 
 def test_a_scale_beside_its_weight_stops_the_group(tmp_path: Path) -> None:

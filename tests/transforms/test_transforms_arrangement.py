@@ -348,6 +348,7 @@ def test_tensors_of_no_elements() -> None:
     assert joined.shape == (2, 3)
     assert set(joined.sources) == {"a", "b", "c"}
     assert [run.source for run in runs_of(joined.pieces)] == ["b"]
+    assert [piece.numbers() for piece in joined.pieces if not piece.size] == [(0, 0, 0, 0, 0)] * 2
     back = invert({"t": joined}, {"a": (0, 3), "b": (2, 3), "c": (0, 3)})
     assert back is not None
     assert {name: made.shape for name, made in back.items()} == {"a": (0, 3), "b": (2, 3), "c": (0, 3)}
