@@ -8,7 +8,7 @@ written.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kconvert.checkpoint import DTYPE_BITS, FLOAT_DTYPES, Checkpoint, SourceTensor
 from kconvert.errors import CheckpointError, RecipeError
@@ -139,6 +139,18 @@ _Form: TypeAlias = tuple[int, tuple[tuple[int, str, str, tuple[int, ...]], ...]]
 """An entry, and per tensor in its modules: which module, its name there, its dtype and its shape."""
 
 
+class _Template(NamedTuple):
+    """A step of a module, and what changes in others: the end of its target, and the places of its parts and pieces.
+
+    Places are those of their names among the names of the module's tensors; no pieces where it is a part as it is.
+    """
+
+    step: Step
+    end: str
+    parts: tuple[int, ...]
+    pieces: tuple[int, ...]
+
+
 class _Repeats:
     """The steps of modules whose tensors have the names, dtypes and shapes of others': most layers are alike.
 
@@ -148,40 +160,47 @@ class _Repeats:
     def __init__(self, sources: Mapping[str, ModuleTensor], checkpoint: Checkpoint) -> None:
         self._sources = sources
         self._tensors = checkpoint.tensors
-        self._known: dict[_Form, tuple[Claim, Sequence[str], Sequence[Step]]] = {}
+        self._known: dict[_Form, list[_Template]] = {}
 
-    def add(self, claim: Claim, names: Sequence[str], steps: Sequence[Step]) -> None:
+    def add(self, claim: Claim, names: Sequence[str], steps: Iterable[Step]) -> None:
         """Note the steps of a claim that holds the tensors `names`."""
-        self._known[self._form(claim, names)] = claim, names, steps
+        place_of = {name: place for place, name in enumerate(names)}
+        templates = self._known[self._form(claim, names)] = []
+        for step in steps:
+            is_part = step.stored is step.parts[0].stored
+            parts = tuple(place_of[part.source] for part in step.parts)
+            pieces = () if is_part else tuple(place_of[piece.source] for piece in step.stored.pieces)
+            templates.append(_Template(step, step.target[len(claim.paths[0]) :], parts, pieces))
 
     def find(self, claim: Claim, names: Sequence[str]) -> list[Step] | None:
         """The steps of a claim, where one of its form was noted."""
-        known = self._known.get(self._form(claim, names))
-        if known is None:
+        templates = self._known.get(self._form(claim, names))
+        if templates is None:
             return None
-        first, their_names, steps = known
-        renamed = dict(zip(their_names, names, strict=True))
-        return [self._again(step, claim.paths[0] + step.target[len(first.paths[0]) :], renamed) for step in steps]
+        return [self._again(template, claim.paths[0] + template.end, names) for template in templates]
 
     def _form(self, claim: Claim, names: Sequence[str]) -> _Form:
-        form = []
+        prefixes = [f"{path}." for path in claim.paths]
+        form, module = [], 0
         for name in names:
-            module = next(number for number, path in enumerate(claim.paths) if name.startswith(f"{path}."))
+            if not name.startswith(prefixes[module]):
+                module = next(number for number, prefix in enumerate(prefixes) if name.startswith(prefix))
             tensor = self._tensors[name]
-            form.append((module, name[len(claim.paths[module]) :], tensor.dtype, tensor.shape))
+            form.append((module, name[len(prefixes[module]) :], tensor.dtype, tensor.shape))
         return claim.entry, tuple(form)
 
-    def _again(self, step: Step, target: str, renamed: Mapping[str, str]) -> Step:
-        names = [renamed[part.source] for part in step.parts]
-        parts = tuple(Part(name, self._sources[name].stored) for name in names)
-        origins = tuple(self._tensors[name] for name in names)
+    def _again(self, template: _Template, target: str, names: Sequence[str]) -> Step:
+        step = template.step
+        taken = [names[place] for place in template.parts]
+        parts = tuple([Part(name, self._sources[name].stored) for name in taken])
         stored = parts[0].stored
-        if step.stored is not step.parts[0].stored:  # of several, or a part of one
-            pieces = (
-                Piece(renamed[each.source], each.source_start, each.target_start, each.dims)
-                for each in step.stored.pieces
-            )
+        if template.pieces:
+            pieces = [
+                Piece(names[place], piece.source_start, piece.target_start, piece.dims)
+                for place, piece in zip(template.pieces, step.stored.pieces, strict=True)
+            ]
             stored = Arrangement(step.stored.shape, tuple(pieces))
+        origins = tuple([self._tensors[name] for name in taken])
         return Step(target, step.dtype, step.op, step.entry, parts, stored, origins, stored)
 
 

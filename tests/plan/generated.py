@@ -16,7 +16,7 @@ from kconvert.recipe import parse_recipe
 from kconvert.transforms import runs_of
 from tests.support import LAYER_SHAPES
 
-__all__ = ["MLP", "NORMS", "Case", "bytes_of", "cases", "entries_of", "plan"]
+__all__ = ["FUSE", "MLP", "NORMS", "QKV", "REPLACE", "Case", "bytes_of", "cases", "entries_of", "plan"]
 
 FUSE = """\
   - kernel: cpu_fused_rmsnorm_swiglu
@@ -31,6 +31,10 @@ REPLACE = """\
     replace: {class: Qwen3RMSNorm, path: "model.layers.*.input_layernorm"}
 """
 MLP = REPLACE.partition("  - kernel: cpu_fused_rmsnorm")[0]
+QKV = """\
+  - kernel: cpu_fused_qkv
+    replace: {class: Qwen3Attention, path: "model.layers.*.self_attn"}
+"""
 NORMS = """\
   - kernel: cpu_fused_rmsnorm
     replace: {class: Qwen3RMSNorm, path: "model.layers.*.input_layernorm"}

@@ -15,7 +15,7 @@ from kconvert.checkpoint import open_checkpoint
 from kconvert.errors import CheckpointError
 from kconvert.plan import ModuleTensor, Plan, build_plan
 from kconvert.transforms import whole
-from tests.plan.generated import MLP, NORMS, Case, cases, entries_of, plan
+from tests.plan.generated import FUSE, MLP, NORMS, QKV, REPLACE, Case, cases, entries_of, plan
 from tests.support import RawTensor, convert, qwen3_config, qwen3_tensors, read_raw, write_checkpoint, write_recipe
 
 
@@ -81,7 +81,7 @@ def test_sharded_and_unsharded_sources_give_the_same_tensors(case: Case) -> None
 
 
 @settings(max_examples=30, deadline=None)
-@given(cases(), st.randoms())
+@given(cases((FUSE, REPLACE, REPLACE + QKV)), st.randoms())
 def test_layers_that_are_alike_are_planned_as_if_each_were_the_first(case: Case, random: Any) -> None:
     """With tensors given, as a model gives them, every module is planned by its rules; without, most repeat another."""
     with tempfile.TemporaryDirectory() as folder:
