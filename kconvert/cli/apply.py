@@ -117,7 +117,7 @@ def apply_command(
                 trust_remote_code=trust_remote_code,
                 trust_kernels=trust_kernels,
             )
-        show_plan(prepared, as_json=json)
+        show_plan(prepared, digests=digests, as_json=json)
         return
     with (
         what_is_kept(),

@@ -102,11 +102,11 @@ def _print_next(recipe: str, model_dir: Path, prepared: Prepared, max_shard_size
         print_text(line)
 
 
-def show_plan(prepared: Prepared, *, as_json: bool) -> None:
-    """Print a prepared conversion."""
+def show_plan(prepared: Prepared, *, digests: bool = False, as_json: bool) -> None:
+    """Print a prepared conversion, with `digests` in its manifest or none."""
     for message in prepared.warnings:
         warn(message)
-    expected = expect(prepared)
+    expected = expect(prepared, digests=digests)
     if as_json:
         print_json(plan_value(prepared, expected))
         return

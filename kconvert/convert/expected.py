@@ -8,7 +8,7 @@ interpreter and its imports: nothing in it grows with the size of a tensor, unle
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from kconvert.checkpoint import build_index
@@ -40,8 +40,8 @@ class Expected:
     memory_bytes: int
 
 
-def expect(prepared: Prepared) -> Expected:
-    """What writing `prepared` will take.
+def expect(prepared: Prepared, *, digests: bool = False) -> Expected:
+    """What writing `prepared` will take; `digests` of its tensors in the manifest, or none.
 
     Raises:
         CheckpointError: a header would be larger than the format allows.
@@ -50,7 +50,7 @@ def expect(prepared: Prepared) -> Expected:
     headers = sum(len(header_of(shard, opened.checkpoint)) for shard in plan.shards)
     data = sum(step.size_bytes for step in plan.steps)
     copies = copies_of(opened)
-    described = [len(opened.checkpoint.config_bytes), len(prepared.headers), _manifest_bytes(prepared)]
+    described = [len(opened.checkpoint.config_bytes), len(prepared.headers), _manifest_bytes(prepared, digests=digests)]
     if [shard.name for shard in plan.shards] != [SINGLE_NAME]:
         weight_map = {step.target: shard.name for shard in plan.shards for step in shard.steps}
         described.append(len(build_index(weight_map, data).encode()))
@@ -61,11 +61,17 @@ def expect(prepared: Prepared) -> Expected:
     )
 
 
-def _manifest_bytes(prepared: Prepared) -> int:
+def _manifest_bytes(prepared: Prepared, *, digests: bool) -> int:
+    def size_of(steps: Iterable[int]) -> int:
+        manifest = prepared.manifest_of(steps)
+        if digests:
+            manifest = replace(manifest, digests={tensor.target: "0" * 64 for tensor in manifest.tensors})
+        return len(manifest.to_bytes())
+
     numbers = range(len(prepared.plan.steps))
     some = Random(0).sample(numbers, _SAMPLE) if len(numbers) > _SAMPLE else numbers
-    rest = len(prepared.manifest_of(()).to_bytes())
-    return rest + (len(prepared.manifest_of(some).to_bytes()) - rest) * len(numbers) // max(len(some), 1)
+    rest = size_of(())
+    return rest + (size_of(some) - rest) * len(numbers) // max(len(some), 1)
 
 
 def _memory_bytes(plan: Plan, num_tensors: int, header_bytes: int) -> int:

@@ -30,6 +30,7 @@ from kconvert.recipe import Recipe
 from kconvert.transforms import Arrangement
 
 __all__ = [
+    "SOURCE_HEADERS_BYTES",
     "build_manifest",
     "computed_warnings",
     "digest_of_sidecar",
@@ -39,16 +40,30 @@ __all__ = [
 ]
 
 
+SOURCE_HEADERS_BYTES = 512 << 20
+"""The most that the source's headers and index may have, as `source_headers` keeps them, before they are compressed."""
+
+
 def source_headers(checkpoint: Checkpoint) -> bytes:
     """The headers and index of the source's weight files, verbatim, as deterministic gzip.
 
     `{"files": {name: header}, "index": {"name": ..., "text": ...} or null}`; header text includes its padding.
+
+    Raises:
+        CheckpointError: more than `revert` reads.
     """
     index = None
     if checkpoint.index is not None:
         index = {"name": checkpoint.index_name, "text": checkpoint.index.raw}
     value = {"files": {file.name: file.header.raw.decode() for file in checkpoint.files}, "index": index}
-    return gzip.compress(json.dumps(value, sort_keys=True, ensure_ascii=False).encode(), compresslevel=6, mtime=0)
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False).encode()
+    if len(text) > SOURCE_HEADERS_BYTES:
+        raise CheckpointError(
+            f"headers and index have {len(text)} bytes, and {SOURCE_HEADERS_BYTES} are allowed",
+            where=str(checkpoint.model_dir),
+            fix="give its tensors shorter names",
+        )
+    return gzip.compress(text, compresslevel=6, mtime=0)
 
 
 def transformers_version() -> str:

@@ -26,13 +26,13 @@ from kconvert.checkpoint import (
     parse_json_object,
     read_bounded,
 )
+from kconvert.convert.record import SOURCE_HEADERS_BYTES
 from kconvert.errors import CheckpointError
 from kconvert.manifest import Manifest, sha256_digest
 from kconvert.names import unsafe_name_reason
 
 __all__ = ["SourceHeaders", "load_source_headers"]
 
-_MOST_BYTES = 512 << 20
 _BLOCK_BYTES = 1 << 20
 _GZIP = 16 + zlib.MAX_WBITS
 _STRING = re.compile(rb'"[^"\\]*+(?:\\(?:.|\Z)[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
@@ -70,7 +70,7 @@ def load_source_headers(directory: Path, manifest: Manifest) -> SourceHeaders:
     path = directory / manifest.source_headers
     where = str(path)
     try:
-        data = read_bounded(path, _MOST_BYTES)
+        data = read_bounded(path, SOURCE_HEADERS_BYTES)
         if sha256_digest(data) != manifest.source_headers_digest:
             _refuse("is not the file that the manifest names: its digest is another one", where)
         text = _unpacked(data, where)
@@ -96,8 +96,8 @@ def _unpacked(data: bytes, where: str) -> bytes:
                 _refuse("ends early", where)
             rest = inflater.unconsumed_tail
             size += len(block)
-            if size > _MOST_BYTES:
-                _refuse(f"unpacks to more than the {_MOST_BYTES} bytes allowed", where)
+            if size > SOURCE_HEADERS_BYTES:
+                _refuse(f"unpacks to more than the {SOURCE_HEADERS_BYTES} bytes allowed", where)
     except zlib.error as error:
         raise CheckpointError(f"is no gzip file, or a damaged one: {error}", where=where) from error
     if inflater.unused_data or position < len(data):

@@ -55,7 +55,5 @@ def _order(expected: Arrangement | None, found: Arrangement | None) -> str:
     """Which tensors come in which order, where that is what differs."""
     if expected is None or found is None or expected.sources == found.sources:
         return ""
-    listed = [
-        ", ".join(source.rpartition(".")[0].rpartition(".")[2] for source in made.sources) for made in (found, expected)
-    ]
+    listed = [", ".join(made.sources) for made in (found, expected)]
     return f": they are {listed[0]}, and have to be {listed[1]}"

@@ -208,9 +208,16 @@ class Manifest:
     schema: int = SCHEMA_VERSION
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON with `digest` over everything else."""
+        """Canonical JSON with `digest` over everything else.
+
+        Raises:
+            ManifestError: it would be larger than what `load_manifest` reads.
+        """
         items = canonical_items(vars(self))
         items |= canonical_items({"digest": sha256_of(canonical_parts(items))})
+        size = sum(map(len, canonical_parts(items)))
+        if size > _LIMIT_BYTES:
+            raise ManifestError(f"the manifest would have {size} bytes, {_LIMIT_BYTES} are allowed")
         return b"".join(canonical_parts(items))
 
     def digest(self) -> str:

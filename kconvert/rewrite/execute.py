@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Literal, TypeAlias
 
 from kconvert.checkpoint import FileStamp
-from kconvert.errors import OutputError, PreflightError, UsageError
+from kconvert.errors import CheckpointError, OutputError, PreflightError, UsageError
 from kconvert.rewrite.copying import Task
 from kconvert.rewrite.durable import clone, create, start_writing, sync_directory, write_at, write_synced
 from kconvert.rewrite.job import Copy, Digested, Extent, Job, OutputFile, check_names
@@ -84,7 +84,6 @@ class RewriteResult:
         bytes_linked: of these, what shares its blocks with the source.
         copy_seconds: from the first byte copied to the last.
         sync_seconds: from there until everything was on the disk and had its name, without waiting for the caller.
-        was_complete: an earlier run had published this very result, and only its traces were to be removed.
     """
 
     output: Path
@@ -93,7 +92,6 @@ class RewriteResult:
     bytes_linked: int
     copy_seconds: float
     sync_seconds: float
-    was_complete: bool = False
 
 
 def rewrite(
@@ -243,7 +241,7 @@ class Writing:
         names = {file.name for file in self._job.files}
         if self._resume and self._partial.was_published(self._job.identity, names):
             self._partial.tidy()
-            self._result = RewriteResult(self._output, self._job.size_bytes, self._job.size_bytes, 0, 0.0, 0.0, True)
+            self._result = RewriteResult(self._output, self._job.size_bytes, self._job.size_bytes, 0, 0.0, 0.0)
             return
         self._partial.check_replaceable(overwrite=self._overwrite)
         self._kept = self._partial.begin(self._job.identity, names, resume=self._resume)
@@ -287,6 +285,8 @@ class Writing:
         try:
             if self._reuse == "hardlink":
                 os.link(real_path(source), path)
+                if not os.path.samestat(os.stat(path), os.fstat(self._sources[source].fd)):
+                    raise CheckpointError("was replaced while it was read", where=str(source), fix="start again")
             else:
                 clone(self._sources[source].fd, path)
         except OSError as error:

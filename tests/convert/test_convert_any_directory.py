@@ -6,6 +6,7 @@ The result is always that of a plain directory, byte for byte.
 from __future__ import annotations
 
 import errno
+import filecmp
 import os
 import shutil
 import subprocess
@@ -19,6 +20,8 @@ import pytest
 import torch
 
 from kconvert.checkpoint import DTYPE_BITS
+from kconvert.cli import main
+from kconvert.convert import record
 from kconvert.errors import CheckpointError, PreflightError
 from kconvert.manifest import load_manifest
 from kconvert.names import MANIFEST_NAME
@@ -249,6 +252,27 @@ def test_tensor_names_of_any_length_and_letters(tmp_path: Path) -> None:
     assert {name: written[name] for name in names} == {name: raw(tensor) for name, tensor in extra.items()}
     records = load_manifest(output).tensors_by_target()
     assert all(records[name].parts[0].source == name for name in names)
+
+
+def test_a_header_as_large_as_the_format_allows(tmp_path: Path) -> None:
+    """Nine names of 11 MB, in a header a few bytes below 100,000,000; all the way there and back."""
+    names = [f"{number}{'x' * 11_088_000}" for number in range(9)]
+    tensors = {**qwen3_tensors(), **{name: torch.full((2,), float(number)) for number, name in enumerate(names)}}
+    source = write_checkpoint(tmp_path / "in", tensors, qwen3_config())
+    weights = source / "model.safetensors"
+    header_bytes = int.from_bytes(weights.read_bytes()[:8], "little")
+    assert 99_700_000 < header_bytes < 100_000_000
+    converted = tmp_path / "out"
+    assert main(["apply", "qwen3", str(source), "-o", str(converted), "--no-model-check", "-q"]) == 0
+    assert main(["verify", str(converted), "--source", str(source), "--level", "bytes"]) == 0
+    assert main(["revert", str(converted), "-o", str(tmp_path / "back"), "-q"]) == 0
+    assert filecmp.cmp(tmp_path / "back" / "model.safetensors", weights, shallow=False)
+
+
+def test_headers_beyond_what_revert_reads(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "SOURCE_HEADERS_BYTES", 3000)
+    words = [str(source), "headers and index have", "3000 are allowed"]
+    check_refused(CheckpointError, 4, words, "qwen3", source, tmp_path / "out", model_check=False)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------

@@ -41,6 +41,17 @@ def test_a_file_beyond_all_sizes_is_not_read_whole(tmp_path: Path, monkeypatch: 
         load_manifest(tmp_path)
 
 
+def test_what_would_be_too_large_to_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / MANIFEST_NAME).write_bytes(prepared_manifests()[0])
+    manifest = load_manifest(tmp_path)
+    size = len(manifest.to_bytes())
+    monkeypatch.setattr("kconvert.manifest.schema._LIMIT_BYTES", size)
+    assert len(manifest.to_bytes()) == size
+    monkeypatch.setattr("kconvert.manifest.schema._LIMIT_BYTES", size - 1)
+    with pytest.raises(ManifestError, match=f"the manifest would have {size} bytes, {size - 1} are allowed"):
+        manifest.to_bytes()
+
+
 def _changed(change: Callable[[dict[str, Any]], None]) -> bytes:
     """A sound manifest with one change, and the digest that fits it."""
     value: dict[str, Any] = json.loads(prepared_manifests()[0])

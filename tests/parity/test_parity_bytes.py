@@ -559,7 +559,8 @@ def test_pieces_of_a_layout_exchanged_in_the_manifest(mode: str, dense: Case, tm
     found = lines(look(dense, converted, mode))
     assert found[0] == (
         f"{LAYER}.mlp: the parts of {GATE_UP!r} in the manifest are not those of layout 'gated_mlp': "
-        "they are up_proj, gate_proj, and have to be gate_proj, up_proj"
+        f"they are {LAYER}.mlp.up_proj.weight, {LAYER}.mlp.gate_proj.weight, "
+        f"and have to be {LAYER}.mlp.gate_proj.weight, {LAYER}.mlp.up_proj.weight"
     )
     assert len(found) == (1 if mode == "digests" else 2), "with the source the bytes differ too"
 

@@ -67,6 +67,17 @@ def test_size_and_files_are_those_of_the_output(
     assert (told["bytes"], told["files"]) == written(tmp_path / "out")
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_digests_are_counted(tmp_path: Path, capsys: Capture, shards: int) -> None:
+    source = checkpoint_of(tmp_path / "source", shards)
+    recipe = write_recipe(tmp_path / "r.yaml", MLP)
+    argv = ["apply", str(recipe), str(source), "--no-model-check", "--digests", "-o", str(tmp_path / "out")]
+    assert main([*argv, "--dry-run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["expected"]
+    assert main([*argv, "-q"]) == 0
+    assert (told["bytes"], told["files"]) == written(tmp_path / "out")
+
+
 def test_with_the_model_check_too(qwen3_sharded_dir: Path, converted_sharded_dir: Path, capsys: Capture) -> None:
     told = planned(capsys, "qwen3", qwen3_sharded_dir)["expected"]
     assert (told["bytes"], told["files"]) == written(converted_sharded_dir)

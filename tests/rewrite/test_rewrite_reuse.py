@@ -73,6 +73,22 @@ def test_a_source_that_was_written_to_is_refused_although_it_is_linked(tmp_path:
     assert [each.name for each in tmp_path.iterdir()] == ["source"]
 
 
+def test_a_source_that_is_another_file_when_it_is_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was opened and checked is what has to stand in the output."""
+    job = make_job(tmp_path)
+    path, link = tmp_path / "source" / "a", os.link
+
+    def replaced_first(source: Path, target: Path) -> None:
+        path.rename(tmp_path / "source" / "b")
+        path.write_bytes(b"HEAD" + DATA)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", replaced_first)
+    with pytest.raises(CheckpointError, match="was replaced while it was read"):
+        rewrite(job, tmp_path / "out", reuse="hardlink")
+    assert [each.name for each in tmp_path.iterdir()] == ["source"]
+
+
 def shares_all_blocks(source_fd: int, path: Path) -> None:
     """What a file system that can do it would give."""
     path.write_bytes(Path(f"/proc/self/fd/{source_fd}").read_bytes())
