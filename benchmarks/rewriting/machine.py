@@ -25,7 +25,7 @@ def machine_facts(work: Path, load: float | None) -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "file_system": _file_system(work),
         "system": platform.system(),
-        "kernel": platform.release(),
+        "kernel": platform.release().partition("-")[0],
         "cp": cp[0] if cp else "unknown",
         "unwritten_bytes": _unwritten_bytes(),
         "load_at_start": load,

@@ -114,7 +114,8 @@ def fill_block(block: Block, read: ReadRange) -> memoryview:
 
     gather = block.gather
     kind = "u" if gather.item_bytes in (1, 2, 4, 8) else "V"
-    made = np.zeros(block.end - block.start, dtype=f"{kind}{gather.item_bytes}")  # whatever pieces leave out is no old memory
+    # zeros: what the pieces of a damaged manifest leave out must not be what was in memory
+    made = np.zeros(block.end - block.start, dtype=f"{kind}{gather.item_bytes}")
     for each in gather.pieces:
         for piece in _inside(each.piece, block.start, block.end):
             for part in _ranges(piece, BLOCK_BYTES // max(gather.item_bytes, gather.source_bytes(each))):
