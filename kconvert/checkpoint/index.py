@@ -92,7 +92,10 @@ def build_index(weight_map: Mapping[str, str], total_size_bytes: int) -> str:
         total_size_bytes: sum of the tensors' bytes, headers not counted.
     """
     ordered = {name: weight_map[name] for name in sorted(weight_map, key=natural_key)}
-    content = {"metadata": {"total_size": int(total_size_bytes)}, "weight_map": ordered}
+    content: dict[str, Mapping[str, str | int]] = {
+        "metadata": {"total_size": int(total_size_bytes)},
+        "weight_map": ordered,
+    }
     lines = ",\n".join(f"  {json.dumps(key)}: {_flat_object(value)}" for key, value in content.items())
     return f"{{\n{lines}\n}}\n"
 

@@ -21,6 +21,7 @@ from kconvert.checkpoint.header import Header, file_problem, parse_json_object, 
 from kconvert.checkpoint.index import Index, read_bounded, read_index
 from kconvert.checkpoint.stamp import FileStamp, check_stamp
 from kconvert.errors import CheckpointError
+from kconvert.files import hub_repo_dirs
 from kconvert.garbage import collector_stopped
 from kconvert.names import (
     CONFIG_NAME,
@@ -349,13 +350,3 @@ def _some(names: Sequence[str], most: int = 3) -> str:
 def is_inside_hub_cache(model_dir: Path) -> bool:
     """Whether a directory is, or lies in, `models--*/snapshots/<rev>` of a Hub cache, by its path or its real path."""
     return bool(hub_repo_dirs(model_dir))
-
-
-def hub_repo_dirs(model_dir: Path) -> tuple[Path, ...]:
-    """The `models--*` folders above a directory: one for its path, one for its real path where that differs."""
-    found: list[Path] = []
-    for path in (Path(os.path.normpath(model_dir.absolute())), Path(os.path.realpath(model_dir))):
-        for above in path.parents:
-            if above.name == "snapshots" and above.parent.name.startswith("models--") and above.parent not in found:
-                found.append(above.parent)
-    return tuple(found)

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 
-from kconvert.checkpoint.reader import Checkpoint, hub_repo_dirs
+from kconvert.checkpoint.reader import Checkpoint
 from kconvert.errors import CheckpointError
+from kconvert.files import blob_folders
 from kconvert.names import CONFIG_NAME, is_own_name, is_stock_weight_name, printable, unsafe_name_reason
 
 __all__ = ["Omitted", "Sidecar", "Sidecars", "list_sidecars", "open_sidecar", "sidecar_roots"]
@@ -138,12 +139,8 @@ def _check_opened(fd: int, path: Path, roots: tuple[str, ...]) -> None:
 
 
 def sidecar_roots(model_dir: Path) -> tuple[str, ...]:
-    """The real paths of the model directory, and of the blobs of the Hub caches that hold it.
-
-    `blobs` that are a link are none: a folder that only looks like a cache could make any place one's own with it.
-    """
-    caches = (os.path.join(os.path.realpath(repo), "blobs") for repo in hub_repo_dirs(model_dir))
-    return (os.path.realpath(model_dir), *caches)
+    """The real paths of the model directory, and of the blobs of the Hub caches that hold it."""
+    return (os.path.realpath(model_dir), *map(str, blob_folders(model_dir)))
 
 
 def _without_weights(item: _Found, weights: set[str]) -> _Found:

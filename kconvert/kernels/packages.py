@@ -27,10 +27,10 @@ from typing import Any, cast
 from torch import nn
 
 from kconvert.errors import KernelRefusedError, RecipeError, TrustError, one_line
-from kconvert.kernels.package_files import BUILD_FOLDER, HOMES, digest_of_files, list_package_files, variant_of
 from kconvert.kernels.select import ANY_DEVICE
 from kconvert.kernels.stateless import check_stateless
 from kconvert.kernels.variants import Variant, choose_variant, has_kernels_library
+from kconvert.package_files import BUILD_FOLDER, HOMES, digest_of_files, list_package_files, variant_of
 
 __all__ = ["PackageClasses", "PackageCopy", "check_trust", "copy_package", "import_package"]
 

@@ -8,8 +8,6 @@ schema version, the digest of the manifest itself, every type, and every file na
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
@@ -20,6 +18,7 @@ from types import UnionType
 from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from kconvert.errors import ManifestError
+from kconvert.files import read_regular
 from kconvert.manifest.canonical import (
     canonical_items,
     canonical_parts,
@@ -242,9 +241,7 @@ def load_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_NAME
     fix = "convert the checkpoint again"
     try:
-        data = _read_bytes(path)
-        too_large = len(data) > _LIMIT_BYTES
-        value = None if too_large else json.loads(data, object_pairs_hook=unique_pairs)
+        value = json.loads(read_regular(path, _LIMIT_BYTES), object_pairs_hook=unique_pairs)
     except FileNotFoundError:
         if not directory.exists():
             raise ManifestError(
@@ -255,8 +252,6 @@ def load_manifest(directory: Path) -> Manifest:
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(f"cannot be read ({error})", where=str(path), fix=fix) from None
-    if too_large:
-        raise ManifestError("too large for a manifest", where=str(path), fix=fix)
     if not isinstance(value, dict):
         raise ManifestError("is no JSON object", where=str(path), fix=fix)
     if value.get("schema") != SCHEMA_VERSION:
@@ -278,19 +273,6 @@ def load_manifest(directory: Path) -> Manifest:
         raise ManifestError(f"malformed ({error})", where=str(path), fix=fix) from None
     _check(manifest, str(path))
     return manifest
-
-
-def _read_bytes(path: Path) -> bytes:
-    """The bytes of a regular file, and no more than a manifest can have and one."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # without waiting: a named pipe may lie there
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError("not a regular file")
-        with os.fdopen(fd, "rb", closefd=False) as file:
-            return file.read(min(status.st_size, _LIMIT_BYTES) + 1)
-    finally:
-        os.close(fd)
 
 
 def _check(manifest: Manifest, where: str) -> None:

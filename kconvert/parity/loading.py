@@ -20,7 +20,7 @@ from torch import nn
 from transformers.utils import logging
 
 from kconvert.checkpoint import quantization_of
-from kconvert.errors import CheckpointError, LoadError, TrustError, UsageError
+from kconvert.errors import CheckpointError, LoadError, TrustError, UsageError, one_line
 from kconvert.kernels.assign import assign_kernels, load_layout
 from kconvert.kernels.dispatch import Dispatch
 from kconvert.kernels.layout import is_patched
@@ -102,15 +102,22 @@ def _from_source(job: VerifyJob, source: Path) -> Any:
     cls, config, raw = _stock_class(job, source)
     if isinstance(raw.get("transformers_weights"), str):  # the reader has checked the name
         config.transformers_weights = raw["transformers_weights"]
-    model, info = cls.from_pretrained(
-        str(source),
-        config=config,
-        dtype="auto",
-        use_safetensors=True,
-        local_files_only=True,
-        output_loading_info=True,
-        trust_remote_code=job.trust_remote_code,
-    )
+    try:
+        model, info = cls.from_pretrained(
+            str(source),
+            config=config,
+            dtype="auto",
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=job.trust_remote_code,
+        )
+    except (KeyError, TypeError) as error:  # of an index without metadata, for one
+        raise CheckpointError(
+            f"transformers does not load the source ({one_line(error)})",
+            where=str(source),
+            fix="compare without --source, or with --level bytes alone, which needs no model",
+        ) from error
     _check_whole(info, str(source))
     _store_as_converted(model, job.manifest, source)
     return model

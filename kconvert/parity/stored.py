@@ -29,9 +29,10 @@ from kconvert.checkpoint import (
 )
 from kconvert.checkpoint.header import file_problem
 from kconvert.errors import CheckpointError, KconvertError, RecipeError
-from kconvert.kernels.package_files import digest_of_files, list_package_files
+from kconvert.files import blob_folders
 from kconvert.manifest import Manifest, PackageRecord, TensorRecord, sha256_digest
 from kconvert.names import CONFIG_NAME, INDEX_NAME, KERNELS_DIR, MANIFEST_NAME, SINGLE_NAME, VARIANT, unsafe_name_reason
+from kconvert.package_files import digest_of_files, list_package_files
 from kconvert.parity.results import Failure
 from kconvert.parity.source import check_config
 
@@ -219,7 +220,9 @@ def package_failure(directory: Path, package: PackageRecord) -> Failure | None:
         return Failure(KERNELS_DIR, f"digest {package.digest!r} of {package.package_id!r} is malformed")
     path = directory / KERNELS_DIR / folder
     try:
-        found = digest_of_files(path, list_package_files(path, package.package_id))
+        found = digest_of_files(
+            path, list_package_files(path, package.package_id, linked=next(iter(blob_folders(directory)), None))
+        )
     except RecipeError:  # no such folder, or an empty one
         return Failure(where, f"kernel package {package.package_id!r} is missing")
     except KconvertError as error:

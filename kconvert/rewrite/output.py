@@ -20,9 +20,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from kconvert.errors import ManifestError, OutputError, PreflightError, UsageError
-from kconvert.manifest import load_manifest
+from kconvert.errors import KconvertError, ManifestError, OutputError, PreflightError, UsageError
+from kconvert.manifest import PackageRecord, load_manifest
 from kconvert.names import INDEX_NAME, KERNELS_DIR, MANIFEST_NAME, PARITY_NAME
+from kconvert.package_files import digest_of_files, list_package_files
 from kconvert.rewrite.durable import exchange, sync_directory
 from kconvert.rewrite.journal import JOURNAL_NAME, Finished, Journal, Past, directory_identity, read_journal
 
@@ -137,13 +138,23 @@ def _check_own(output: Path) -> None:
         raise OutputError("output holds weights that a model was saved as", where=where, fix="choose another output")
     own = (MANIFEST_NAME, PARITY_NAME, INDEX_NAME, manifest.source_headers)
     known = {*manifest.weight_files, *manifest.sidecars, *own}
-    packages = [record.layout.package for record in manifest.patches if record.layout.package is not None]
-    folders = {f"{KERNELS_DIR}/{package.digest.partition(':')[2]}" for package in packages}
+    for package in {record.layout.package for record in manifest.patches if record.layout.package is not None}:
+        known |= _package_files(output, package)
     for path in sorted(output.rglob("*")):
         name = path.relative_to(output).as_posix()
-        is_package = "/".join(name.split("/")[:2]) in folders
-        if name not in known and not is_package and (path.is_symlink() or not path.is_dir()):
+        if name not in known and (path.is_symlink() or not path.is_dir()):
             raise OutputError(f"output holds {name!r}, which kconvert did not write", where=where, fix=fix)
+
+
+def _package_files(output: Path, package: PackageRecord) -> set[str]:
+    """The files of a kernel package in an output of ours, by their names in it; none where the package was changed."""
+    folder = f"{KERNELS_DIR}/{package.digest.partition(':')[2]}"
+    try:
+        names = list_package_files(output / folder, package.package_id)
+        is_whole = digest_of_files(output / folder, names) == package.digest
+    except KconvertError:
+        return set()
+    return {f"{folder}/{name}" for name in names} if is_whole else set()
 
 
 class OtherRunError(OutputError):

@@ -15,11 +15,14 @@ from safetensors import SafetensorError, safe_open
 from transformers.core_model_loading import dot_natural_key
 
 from kconvert.errors import LoadError, ManifestError, UsageError
+from kconvert.files import check_regular, read_regular
 from kconvert.manifest import Manifest, unique_pairs
 from kconvert.names import INDEX_NAME, SINGLE_NAME, unsafe_name_reason
 from kconvert.runtime.stock_names import StockNames
 
 __all__ = ["check_files", "check_loaded", "refuse_arguments"]
+
+_MOST_INDEX_BYTES = 512 << 20
 
 _REFUSED = {
     "config": "edit config.json in the directory, or pass config values as keyword arguments",
@@ -74,6 +77,7 @@ def check_files(directory: Path, manifest: Manifest) -> None:
     found: dict[str, list[int]] = {}
     for name in files:
         try:
+            check_regular(directory / name)
             with safe_open(str(directory / name), framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118 - not a dict
                     if key in found:
@@ -94,8 +98,10 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 def _indexed_files(index: Path) -> list[str]:
     try:
-        value = json.loads(index.read_bytes(), object_pairs_hook=unique_pairs)
+        value = json.loads(read_regular(index, _MOST_INDEX_BYTES), object_pairs_hook=unique_pairs)
         names = sorted(set(value["weight_map"].values()))
+        if not isinstance(value["metadata"], dict):  # which transformers reads
+            raise ValueError("its metadata is no JSON object")
     except FileNotFoundError:
         raise ManifestError(
             "no converted weights here", where=str(index.parent), fix="convert the checkpoint again"

@@ -23,6 +23,7 @@ from kconvert.errors import (
     UsageError,
     one_line,
 )
+from kconvert.files import blob_folders
 from kconvert.kernels.assign import assign_kernels, assign_selections
 from kconvert.kernels.layout import Layout
 from kconvert.kernels.model import converted_class
@@ -92,7 +93,12 @@ def load_converted(
         warnings.warn(f"{directory}: config.json was changed after the conversion", stacklevel=2)
     patches = _resolve(directory, manifest, trust_remote_code, trust_kernels)
     stock = model_class(directory, raw, trust_remote_code=trust_remote_code)
-    config = load_config(directory, stock, attention=from_pretrained_kwargs.get("attn_implementation"))
+    config = load_config(
+        directory,
+        stock,
+        attention=from_pretrained_kwargs.get("attn_implementation"),
+        experts=from_pretrained_kwargs.get("experts_implementation"),
+    )
     with_info = bool(from_pretrained_kwargs.pop("output_loading_info", False))
     for name in ("local_files_only", "use_safetensors"):  # both are so anyway
         from_pretrained_kwargs.pop(name, None)
@@ -188,7 +194,7 @@ def _vendored(
     source = directory / KERNELS_DIR / folder
     if not source.is_dir():
         raise ManifestError(f"kernel package {record.package_id!r} is missing", where=str(source), fix="convert again")
-    copied = copy_package(source, record.package_id)
+    copied = copy_package(source, record.package_id, linked=next(iter(blob_folders(directory)), None))
     if copied.digest != record.digest:
         raise TrustError(
             f"kernel package {record.package_id!r} has changed since the conversion: {copied.digest} instead of {record.digest}",

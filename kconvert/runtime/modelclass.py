@@ -10,14 +10,20 @@ import transformers
 from transformers import PreTrainedModel
 
 from kconvert.errors import CheckpointError, TrustError
+from kconvert.files import read_regular
 from kconvert.manifest import unique_pairs
 from kconvert.names import CONFIG_NAME
 
 __all__ = ["build_meta_model", "load_config", "model_class", "read_config"]
 
 
-_OWN_ATTENTION = ("eager", "sdpa", "flex_attention")
-"""Attention that is part of transformers and torch; `flash_attention_2` may fall back on a kernel from the Hub."""
+_MOST_CONFIG_BYTES = 64 << 20
+
+_OWN = {
+    "attention": ("_attn_implementation_internal", ("eager", "sdpa", "flex_attention")),
+    "experts": ("_experts_implementation_internal", ("eager", "batched_mm", "grouped_mm")),
+}
+"""What is part of transformers and torch.  Anything else may come from the Hub, `flash_attention_2` and `sonicmoe` too."""
 
 
 def read_config(directory: Path) -> tuple[dict[str, Any], bytes]:
@@ -28,7 +34,7 @@ def read_config(directory: Path) -> tuple[dict[str, Any], bytes]:
     """
     path = directory / CONFIG_NAME
     try:
-        data = path.read_bytes()
+        data = read_regular(path, _MOST_CONFIG_BYTES)
         value = json.loads(data, object_pairs_hook=unique_pairs)
     except (OSError, ValueError) as error:
         raise CheckpointError(
@@ -80,39 +86,44 @@ def _remote_reference(config: dict[str, Any], name: str) -> str | None:
     return next((value for value in values if isinstance(value, str) and value.rpartition(".")[2] == name), None)
 
 
-def load_config(directory: Path, cls: type[PreTrainedModel], *, attention: Any = None) -> Any:
-    """The config object, without the two keys by which a data file could redirect loading.
+def load_config(directory: Path, cls: type[PreTrainedModel], *, attention: Any = None, experts: Any = None) -> Any:
+    """The config object, without the keys by which a data file could redirect loading.
 
-    `transformers_weights` would put another file's tensors into the packed model, and an attention
-    implementation that is not part of transformers may be fetched from the Hub and run.
+    `transformers_weights` would put another file's tensors into the packed model, and an implementation of attention or
+    experts that is not part of transformers may be fetched from the Hub and run.
 
     Args:
         directory: where config.json is.
         cls: the model class.
-        attention: the implementation that the caller chose; config.json has no say then.
+        attention, experts: the implementation that the caller chose; config.json has no say then.
 
     Raises:
-        TrustError: config.json asks for foreign attention code, and the caller chose none.
+        TrustError: config.json asks for foreign code, and the caller chose none.
     """
     if cls.config_class is None:
         raise CheckpointError(f"{cls.__name__} has no config class", where=str(directory))
     config = cls.config_class.from_pretrained(str(directory))
     for each in (config, *_sub_configs(config)):
         each.__dict__.pop("transformers_weights", None)
-        named = each.__dict__.get("_attn_implementation_internal")
-        if attention is not None:
-            each.__dict__["_attn_implementation_internal"] = None
-        elif isinstance(named, str) and named not in _OWN_ATTENTION:
-            raise TrustError(
-                f"config.json asks for attention {named!r}, and transformers may fetch attention code from the Hub",
-                where=str(directory),
-                fix="remove attn_implementation from config.json, and pass attn_implementation= if you want it",
-            )
+        for word, chosen in (("attention", attention), ("experts", experts)):
+            attribute, own = _OWN[word]
+            named = each.__dict__.get(attribute)
+            if chosen is not None:
+                each.__dict__[attribute] = None
+            elif isinstance(named, str) and named not in own:
+                option = attribute.strip("_").removesuffix("_internal")
+                raise TrustError(
+                    f"config.json asks for {word} {named!r}, and transformers may fetch {word} code from the Hub",
+                    where=str(directory),
+                    fix=f"remove {option} from config.json, and pass {option}= if you want it",
+                )
     return config
 
 
 def _sub_configs(config: Any) -> list[Any]:
-    return [value for value in vars(config).values() if hasattr(value, "model_type") and hasattr(value, "to_dict")]
+    """The configs of the model's parts, and of their parts."""
+    found = [value for value in vars(config).values() if hasattr(value, "model_type") and hasattr(value, "to_dict")]
+    return [each for value in found for each in (value, *_sub_configs(value))]
 
 
 def build_meta_model(cls: type[PreTrainedModel], config: Any) -> Any:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from kconvert.errors import UsageError
+from kconvert.errors import UsageError, one_line
 from kconvert.kernels.packing import Packing, pack_state
 from kconvert.manifest import Manifest, OmittedRecord, TensorRecord, sha256_digest
 from kconvert.names import (
@@ -167,7 +167,15 @@ def _carried(origin: Origin, state: Mapping[str, torch.Tensor], own: Collection[
                 fix="save the stock layout, without variant",
             )
         with safe_open(str(path), framework="pt") as opened:
-            found.update({key: opened.get_tensor(key) for key in wanted.intersection(opened.keys()) - state.keys()})
+            for key in wanted.intersection(opened.keys()) - state.keys():
+                try:
+                    found[key] = opened.get_tensor(key)
+                except SafetensorError as error:
+                    raise UsageError(
+                        f"{key!r}, outside the model, cannot be saved: {one_line(error)}",
+                        where=str(path),
+                        fix="save the stock layout, without variant, which leaves it out",
+                    ) from None
     return found
 
 

@@ -95,10 +95,15 @@ def test_a_built_index_is_read_back_and_ignores_the_order(
     Random(seed).shuffle(shuffled)
     text = build_index(weight_map, 12)
     assert build_index(dict(shuffled), 12) == text
+    assert json.dumps(json.loads(text), indent=2) + "\n" == text
     path = tmp_path_factory.mktemp("index") / "i.json"
     path.write_text(text)
     assert read_index(path).weight_map == weight_map
     assert read_index(path).metadata == {"total_size": 12}
+
+
+def test_a_built_index_of_nothing() -> None:
+    assert json.loads(build_index({}, 0)) == {"metadata": {"total_size": 0}, "weight_map": {}}
 
 
 def test_a_built_index_counts_layers_as_numbers() -> None:

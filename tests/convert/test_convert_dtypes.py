@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kconvert.errors import CheckpointError
+from kconvert import load_converted
+from kconvert.errors import CheckpointError, UsageError
 from kconvert.manifest import load_manifest
 from kconvert.names import SINGLE_NAME
 from tests.support import (
@@ -61,13 +62,40 @@ def test_any_dtype_passes_through(tmp_path: Path, dtype: str) -> None:
     assert manifest.tensors_by_target()["extra"].dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "F8_E4M3", "F8_E5M2", "F4", "F64"])
+@pytest.mark.parametrize("dtype", NARROW)
 def test_any_dtype_is_packed_as_raw_bytes(tmp_path: Path, dtype: str) -> None:
     gate, up = filled(dtype, (12, 8), 1), filled(dtype, (12, 8), 100)
     source = write_checkpoint(tmp_path / "in", {**qwen3_tensors(), GATE: gate, UP: up}, qwen3_config())
     written = read_raw(convert("qwen3", source, tmp_path / "out").output)
     assert written[PACKED] == RawTensor(dtype, (24, 8), gate.data + up.data)
     assert written[PACKED.replace("1.mlp", "0.mlp")].dtype == "F32"
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_any_dtype_is_let_be_by_a_load(tmp_path: Path, dtype: str) -> None:
+    """B14, B16: beside scalars and empty tensors; none of them has a place in the model."""
+    model = load_converted(convert("qwen3", with_extra(tmp_path, dtype), tmp_path / "out").output)
+    assert not {"extra", "none", "scale"} & model.state_dict().keys()
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in NARROW if not dtype.startswith("F6")])
+def test_any_dtype_is_kept_by_a_packed_save(tmp_path: Path, dtype: str) -> None:
+    """B14, B16: what the model has no place for goes from file to file."""
+    source = with_extra(tmp_path, dtype)
+    model = load_converted(convert("qwen3", source, tmp_path / "out").output)
+    model.save_pretrained(tmp_path / "packed", variant="kconvert")
+    before, written = read_raw(source), read_raw(tmp_path / "packed")
+    extra = [name for name in ("extra", "none", "scale") if name in before]
+    assert [written[name] for name in extra] == [before[name] for name in extra]
+    assert load_manifest(tmp_path / "packed").carried == tuple(extra)
+
+
+def with_extra(folder: Path, dtype: str) -> Path:
+    """A source with a tensor of this dtype, an empty one, and a scalar where that is whole bytes."""
+    extra = {"extra": filled(dtype, (2, 8)), "none": filled(dtype, (0, 8))}
+    if NARROW[dtype] >= 8:
+        extra["scale"] = filled(dtype, ())
+    return write_checkpoint(folder / "in", {**qwen3_tensors(), **extra}, qwen3_config())
 
 
 def test_packed_bfloat16_is_what_torch_would_make(tmp_path: Path) -> None:
@@ -135,3 +163,14 @@ def test_scalars_do_not_join(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "in", {**qwen3_tensors(), **made}, qwen3_config())
     words = [f"{PACKED!r} cannot be made of", "no axis 0"]
     check_refused(CheckpointError, 4, words, "qwen3", source, tmp_path / "out", model_check=False)
+
+
+@pytest.mark.parametrize("dtype", ["F6_E2M3", "F6_E3M2"])
+def test_a_dtype_that_torch_does_not_have_and_a_packed_save(tmp_path: Path, dtype: str) -> None:
+    """B14: what cannot be kept is not left out without a word."""
+    extra = RawTensor(dtype, (2, 8), bytes(range(12)))
+    source = write_checkpoint(tmp_path / "in", {**qwen3_tensors(), "extra": extra}, qwen3_config())
+    model = load_converted(convert("qwen3", source, tmp_path / "out").output)
+    with pytest.raises(UsageError, match="'extra', outside the model, cannot be saved"):
+        model.save_pretrained(tmp_path / "packed", variant="kconvert")
+    assert not (tmp_path / "packed").exists()

@@ -23,6 +23,7 @@ from kconvert.names import SINGLE_NAME
 from tests.runtime.pairs import logits
 from tests.support import (
     LAYER_SHAPES,
+    Kind,
     RawTensor,
     check_refused,
     convert,
@@ -310,6 +311,14 @@ def test_a_source_that_cannot_be_written_is_not_touched(tmp_path: Path, flags: l
 
 
 # --- views and shared storage in a loaded model (B17) -----------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+def test_what_is_loaded_is_contiguous(kind: Kind, tmp_path: Path) -> None:
+    """B17: ops of an NPU take no strided views; the experts of gpt-oss are stored transposed."""
+    source = save_tiny(tmp_path / "in", kind)
+    model = load_converted(convert(kind.replace("_", "-"), source, tmp_path / "out").output)
+    assert [name for name, parameter in model.named_parameters() if not parameter.is_contiguous()] == []
 
 
 def turned(parameter: nn.Parameter) -> nn.Parameter:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kconvert import load_converted
-from kconvert.errors import OutputError
+from kconvert.convert import revert
+from kconvert.errors import CheckpointError, OutputError
 from kconvert.manifest import load_manifest
 from kconvert.names import INDEX_NAME
 from tests.support import check_refused, convert, qwen3_config, qwen3_tensors, raw, read_raw, write_checkpoint
@@ -45,6 +46,38 @@ def test_ten_shards_become_three(tmp_path: Path) -> None:
     assert read_raw(output).keys() == set(written["weight_map"])
 
 
+@pytest.mark.parametrize(
+    "metadata", ["absent", None, {}, {"total_size": 1}, {"total_size": 1.5}, {"total_size": "many"}, {"total_size": None}]
+)  # fmt: skip
+def test_what_the_index_says_of_the_size_is_not_asked(tmp_path: Path, metadata: object) -> None:
+    """B5: the result counts its own tensors, and the way back gives the index as it was."""
+    source = write_shards(tmp_path / "in", 3)
+    plain = convert("qwen3", source, tmp_path / "plain").output
+    index = json.loads((source / INDEX).read_text())
+    changed = {"weight_map": index["weight_map"]} | ({} if metadata == "absent" else {"metadata": metadata})
+    (source / INDEX).write_text(json.dumps(changed))
+    output = convert("qwen3", source, tmp_path / "out").output
+    assert (output / INDEX_NAME).read_bytes() == (plain / INDEX_NAME).read_bytes()
+    assert json.loads((output / INDEX_NAME).read_text())["metadata"] == {"total_size": TOTAL}
+    assert read_raw(output) == read_raw(plain)
+    revert(output, tmp_path / "back")
+    assert files_of(tmp_path / "back") == files_of(source)
+
+
+def test_both_copies_of_a_tied_tensor_are_counted(tmp_path: Path) -> None:
+    """B5: both are stored, so the size is that of the source, as an integer."""
+    tensors = {**TENSORS, "lm_head.weight": TENSORS["model.embed_tokens.weight"].clone()}
+    shards = [NAMES[::2], NAMES[1::2]]
+    source = write_checkpoint(tmp_path / "in", tensors, qwen3_config(tie_word_embeddings=True), shards)
+    output = convert("qwen3", source, tmp_path / "out").output
+    assert sum(len(tensor.data) for tensor in read_raw(output).values()) == TOTAL
+    assert json.loads((output / INDEX_NAME).read_text())["metadata"] == {"total_size": TOTAL}
+    load_converted(output).save_pretrained(tmp_path / "saved", variant="kconvert", max_shard_size=2_000)
+    size = json.loads((tmp_path / "saved" / INDEX_NAME).read_text())["metadata"]["total_size"]
+    assert size == sum(len(tensor.data) for tensor in read_raw(tmp_path / "saved").values()) < TOTAL
+    assert type(size) is int
+
+
 def test_three_shards_in_the_place_of_ten(tmp_path: Path) -> None:
     """A7 (b), (c): without a word nothing is replaced; with it nothing of the ten is left."""
     source = write_shards(tmp_path / "in", 10)
@@ -57,6 +90,17 @@ def test_three_shards_in_the_place_of_ten(tmp_path: Path) -> None:
     convert("qwen3", source, output, overwrite=True, **again)
     assert files_of(output) == files_of(convert("qwen3", source, tmp_path / "fresh", **again).output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "in", "out"]
+
+
+def test_a_run_that_fails_leaves_an_empty_folder_where_it_was(tmp_path: Path) -> None:
+    """S8: whoever made it may have chosen its owner and mode."""
+    source = write_shards(tmp_path / "in", 2)
+    (tmp_path / "out").mkdir(mode=0o750)
+    before = (tmp_path / "out").stat()
+    (source / "model-00002-of-00002.safetensors").unlink()
+    check_refused(CheckpointError, 4, ["model-00002-of-00002"], "qwen3", source, tmp_path / "out", overwrite=True)
+    after = (tmp_path / "out").stat()
+    assert (after.st_ino, after.st_mode, files_of(tmp_path / "out")) == (before.st_ino, before.st_mode, {})
 
 
 # --- a file of the source that is a file of the output too --------------------------------------------------

@@ -77,6 +77,24 @@ def test_a_file_that_the_index_does_not_name(sharded: Path, tmp_path: Path) -> N
     assert [item.name for item in load_manifest(output).omitted] == ["consolidated.safetensors"]
 
 
+def test_a_copy_beside_a_single_file(single: Path, tmp_path: Path) -> None:
+    """A8: the other way in which `consolidated.safetensors` is published."""
+    other = {name: raw(torch.full_like(tensor, -1)) for name, tensor in qwen3_tensors().items()}
+    expected = read_raw(convert("qwen3", single, tmp_path / "alone").output)
+    write_safetensors(single / "consolidated.safetensors", other)
+    result = convert("qwen3", single, tmp_path / "out")
+    assert read_raw(result.output) == expected
+    assert [item.name for item in load_manifest(result.output).omitted] == ["consolidated.safetensors"]
+    assert any("'consolidated.safetensors' is not copied" in warning for warning in result.prepared.warnings)
+
+
+def test_two_files_and_no_index(single: Path) -> None:
+    """A8: nothing says which of the two is meant."""
+    (single / "model.safetensors").rename(single / ONE)
+    write_safetensors(single / "consolidated.safetensors", {"lm_head.weight": raw(torch.zeros(10, 8))})
+    expect_refused(single, "consolidated.safetensors", ONE, f"but neither model.safetensors nor {INDEX}")
+
+
 def test_a_single_file_beside_an_index_of_others(sharded: Path) -> None:
     write_safetensors(sharded / "model.safetensors", {"a": raw(torch.zeros(1))})
     expect_refused(sharded, "holds both model.safetensors and", INDEX)
@@ -100,6 +118,24 @@ def test_a_tensor_that_the_index_omits(sharded: Path, tmp_path: Path) -> None:
     result = convert("qwen3", sharded, tmp_path / "out")
     assert read_raw(result.output)["lm_head.weight"] == raw(qwen3_tensors()["lm_head.weight"])
     assert any("omits (lm_head.weight)" in warning for warning in result.prepared.warnings)
+
+
+def test_a_part_of_a_group_that_the_index_omits(sharded: Path, tmp_path: Path) -> None:
+    """A9 (c): it is packed with the others, and not taken for missing."""
+    expected = read_raw(convert("qwen3", sharded, tmp_path / "whole").output)
+    up = "model.layers.0.mlp.up_proj.weight"
+    edit_json(sharded / INDEX, lambda value: value["weight_map"].pop(up))
+    result = convert("qwen3", sharded, tmp_path / "out")
+    assert read_raw(result.output) == expected
+    assert any(f"omits ({up})" in warning for warning in result.prepared.warnings)
+
+
+@pytest.mark.parametrize("cut", [1, 1000])
+def test_a_last_shard_that_is_cut(sharded: Path, cut: int) -> None:
+    """B2: a download that was stopped."""
+    data = (sharded / TWO).read_bytes()
+    (sharded / TWO).write_bytes(data[:-cut])
+    expect_refused(sharded, TWO, "download or save the file again")
 
 
 def test_shards_in_folders(sharded: Path, tmp_path: Path) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from tests.crash.bench import VARIANTS, Bench, Place, finished_in, told, write_small
+from tests.crash.bench import VARIANTS, Bench, Place, finished_in, told, write_larger, write_small
 from tests.crash.layer import MOVING, Action, Fault
 from tests.crash.server import Outcome, Run, Server
 from tests.crash.sweeps import error_trial, errors, go_on, interrupts
 
+ROOT = Path(__file__).parents[2]
 FRESH = VARIANTS["fresh"]
 SECOND = "model.kconvert-00002-of-00004.safetensors"
 TREE = "./out.partial/output"
@@ -185,6 +189,51 @@ def test_disk_full(bench: Bench) -> None:
     assert "the disk is full" in first
     assert "4 of 4 weight files are kept" in second
     check_goes_on(bench, place)
+
+
+# argv of the shell: a folder, the size of the disk to be, python, its program, the source
+SMALL_DISK = """
+mount -t tmpfs -o size="$2" tmpfs "$1" || exit 99
+"$3" -c "$4" apply qwen3 "$5" -o "$1/out" --no-model-check -q
+code=$?
+ls -A "$1"
+exit $code
+"""
+PROGRAM = "import sys; from kconvert.cli import main; sys.exit(main(sys.argv[1:]))"
+TOLD_OF_ROOM = """
+import os
+from types import SimpleNamespace
+os.statvfs = lambda path: SimpleNamespace(
+    f_bavail=10**9, f_frsize=4096, f_files=0, f_favail=0, f_namemax=255, f_bfree=10**9, f_bsize=4096
+)
+"""
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_disk_of_half_the_size(folder: Path, tmp_path: Path, is_told: bool) -> None:
+    """B2, on a real one: seen before the first byte, and where the disk has told of more room than it has, when it is full."""
+    if shutil.which("unshare") is None:
+        pytest.skip("nobody may mount here")
+    source = write_larger(folder / f"source-of-a-small-disk-{is_told}", layers=4, scale=16, shards=3)
+    size = sum(path.stat().st_size for path in source.iterdir()) // 2
+    (tmp_path / "disk").mkdir()
+    arguments = (tmp_path / "disk", str(size), sys.executable, PROGRAM if is_told else TOLD_OF_ROOM + PROGRAM, source)
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", SMALL_DISK, "sh", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if "unshare" in done.stderr or done.returncode == 99:
+        pytest.skip("nobody may mount here")
+    assert done.returncode == 6, done.stderr
+    first, *more = done.stderr.splitlines()
+    assert first.startswith("kconvert: error: ")
+    assert ("needed" if is_told else "the disk is full") in first
+    assert len(more) <= (0 if is_told else 1)
+    assert done.stdout.split() in ([[]] if is_told else [[], ["out.partial"]])
 
 
 def test_no_resume(bench: Bench) -> None:

@@ -37,7 +37,7 @@ def test_a_file_beyond_all_sizes_is_not_read_whole(tmp_path: Path, monkeypatch: 
     path.touch()
     os.truncate(path, 1 << 40)  # a sparse file
     monkeypatch.setattr("kconvert.manifest.schema._LIMIT_BYTES", 1000)
-    with pytest.raises(ManifestError, match="too large for a manifest"):
+    with pytest.raises(ManifestError, match="larger than the 1000 bytes allowed"):
         load_manifest(tmp_path)
 
 

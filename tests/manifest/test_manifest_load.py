@@ -150,11 +150,12 @@ def test_json_that_has_no_canonical_form(tmp_path: Path, content: str) -> None:
 
 
 def test_a_manifest_beyond_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / MANIFEST_NAME).write_bytes(MANIFEST.to_bytes())
-    monkeypatch.setattr("kconvert.manifest.schema._LIMIT_BYTES", len(MANIFEST.to_bytes()) - 1)
+    data = MANIFEST.to_bytes()
+    (tmp_path / MANIFEST_NAME).write_bytes(data)
+    monkeypatch.setattr("kconvert.manifest.schema._LIMIT_BYTES", len(data) - 1)
     with pytest.raises(ManifestError) as caught:
         load_manifest(tmp_path)
-    assert caught.value.what == "too large for a manifest"
+    assert f"larger than the {len(data) - 1} bytes allowed" in caught.value.what
 
 
 def test_a_directory_in_its_place(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kconvert.cli import main
-from kconvert.errors import KernelRefusedError, RecipeError, TrustError
+from kconvert.errors import KernelRefusedError, OutputError, RecipeError, TrustError
 from kconvert.kernels.packages import copy_package, import_package
 from kconvert.manifest import load_manifest
 from kconvert.names import KERNELS_DIR
@@ -354,3 +354,34 @@ def test_the_recipe_has_to_trust_too(tmp_path: Path, marker: Path, qwen3_dir: Pa
     with pytest.raises(TrustError, match="the recipe does not trust it"):
         run_recipe(tmp_path, replace(KERNEL, trust=False), qwen3_dir, trust=False, trust_kernels={KERNEL: digest})
     assert not marker.exists()
+
+
+def test_a_converted_directory_in_a_hub_cache(converted: Path, tmp_path: Path) -> None:
+    """S2: the package is links into the blobs too, and its digest is that of the files; links elsewhere are refused."""
+    blobs = tmp_path / "models--me--tiny" / "blobs"
+    snapshot = blobs.parent / "snapshots" / "0123abcd"
+    blobs.mkdir(parents=True)
+    for number, path in enumerate(sorted(path for path in converted.rglob("*") if path.is_file())):
+        link = snapshot / path.relative_to(converted)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, blobs / f"sha{number}")
+        link.symlink_to(os.path.relpath(blobs / f"sha{number}", link.parent))
+    load(snapshot)
+    assert main(["verify", str(snapshot), "--level", "bytes"]) == 0
+    link = _vendored(snapshot) / "layers.py"
+    link.unlink()
+    link.symlink_to(_vendored(converted) / "layers.py")
+    with pytest.raises(KernelRefusedError, match="holds a link"):
+        load(snapshot)
+
+
+@pytest.mark.parametrize("change", ["added", "edited"])
+def test_a_package_of_an_output_that_somebody_has_worked_in(
+    converted: Path, tmp_path: Path, qwen3_dir: Path, change: str
+) -> None:
+    """S8: `--overwrite` removes what kconvert wrote, and nothing else."""
+    path = _vendored(converted) / ("notes.txt" if change == "added" else "layers.py")
+    path.write_text("mine")
+    with pytest.raises(OutputError, match="which kconvert did not write"):
+        run_recipe(tmp_path, replace(KERNEL), qwen3_dir, overwrite=True)
+    assert path.read_text() == "mine"

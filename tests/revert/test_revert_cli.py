@@ -160,6 +160,18 @@ def test_an_output_that_touches_the_converted_directory(
     assert digests(converted) == before
 
 
+@pytest.mark.parametrize("name", ["link", "link/new", "up", "my-model-kconvert/../link"])
+def test_an_output_that_touches_it_through_a_link(converted: Path, tmp_path: Path, capsys: Capture, name: str) -> None:
+    """B3."""
+    (tmp_path / "link").symlink_to(converted)
+    (tmp_path / "up").symlink_to(tmp_path)
+    before = digests(converted)
+    for source in (converted, tmp_path / "link"):
+        code, out, err = run(capsys, "revert", source, "-o", tmp_path / name)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+    assert digests(converted) == before
+
+
 def test_an_output_that_holds_something(converted: Path, tmp_path: Path, capsys: Capture) -> None:
     """Whatever it is; there is no --overwrite, and no word about it."""
     again = tmp_path / "again"

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -290,6 +291,7 @@ def test_ctrl_c_ends_within_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def note(fd: int, data: bytes | memoryview, offset: int) -> None:
         written.append(offset)
         real(fd, data, offset)
+        time.sleep(0.002)  # all of it would take seconds
 
     monkeypatch.setattr(copying, "write_at", note)
 

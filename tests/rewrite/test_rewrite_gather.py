@@ -380,7 +380,7 @@ def test_memory_is_bounded_and_no_torch_is_needed(tmp_path: Path) -> None:
 
 def test_places_that_no_piece_fills_are_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pieces in one place, as a damaged manifest may have them: what is left out is never what was in memory."""
-    monkeypatch.setattr(np, "empty", lambda *args, **kw: np.full(*args[:1], 0x55, **kw))
+    monkeypatch.setattr(np, "empty", lambda shape, dtype: np.full(shape, 0x55, dtype))
     path = tmp_path / "source"
     path.write_bytes(b"abcdefgh")
     piece = GatherPiece(path, 0, Piece("t", 0, 0, (Dim(2, 2, 2),)))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,17 +15,26 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen2_5OmniConfig,
+    Qwen2_5OmniForConditionalGeneration,
+)
 
 from kconvert.errors import CheckpointError, KconvertError, LoadError, ManifestError, TrustError
 from kconvert.manifest import Manifest, PartRecord, PatchRecord, TensorRecord
 from kconvert.runtime import load_converted
 from kconvert.runtime.checks import check_loaded
+from kconvert.runtime.modelclass import load_config
 from kconvert.transforms import whole
+from tests.checkpoint.test_checkpoint_header import MALFORMED
 from tests.runtime.pairs import IDS, Pair, edit_config, edit_manifest, logits
-from tests.support import check_refused, convert, tiny_config, write_recipe
+from tests.support import bake_recipe, check_refused, convert, save_tiny, tiny_config, write_recipe
 
+ROOT = Path(__file__).parents[2]
 WEIGHTS = "model.kconvert.safetensors"
+INDEX = "model.safetensors.index.kconvert.json"
 GATE_UP = "model.layers.0.mlp.gate_up_proj.weight"
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 
@@ -151,6 +163,93 @@ def test_a_directory_that_was_never_converted(qwen3: Pair, tmp_path: Path) -> No
         load_converted(qwen3.source)
     with pytest.raises(KconvertError):
         load_converted(tmp_path / "absent")
+
+
+# --- hostile, stale and linked files ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../evil.safetensors", "/abs/x.safetensors", "a/../../evil.safetensors", "..\\x.safetensors", "x\0.safetensors", "", ".",
+     7, None, ["x.safetensors"], "x.bin", "sub"],
+)  # fmt: skip
+def test_a_file_name_of_the_index(sharded: Pair, tmp_path: Path, name: object) -> None:
+    """S1: transformers opens what an index names.  The file is there where it can be, with the right tensors."""
+    mine = sharded.copy(tmp_path / "mine")
+    value = json.loads((mine.converted / INDEX).read_text())
+    last = max(value["weight_map"].values())
+    shutil.copy(mine.converted / last, tmp_path / "evil.safetensors")
+    value["weight_map"] = {key: name if file == last else file for key, file in value["weight_map"].items()}
+    (mine.converted / INDEX).write_text(json.dumps(value))
+    with pytest.raises(ManifestError) as caught:
+        mine.load()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_malformed_header(mine: Pair, case: str) -> None:
+    """S3."""
+    (mine.converted / WEIGHTS).write_bytes(MALFORMED[case])
+    with pytest.raises(ManifestError) as caught:
+        mine.load()
+    assert caught.value.exit_code == 4
+    assert "\n" not in str(caught.value)
+
+
+def test_pickles_are_never_opened(mine: Pair, tmp_path: Path) -> None:
+    """S4: `pytorch_model.kconvert.bin` is what transformers takes for this variant where there are no safetensors."""
+    marker, shard = tmp_path / "marker", "pytorch_model.kconvert-00001-of-00001.bin"
+    for name in ("pytorch_model.bin", "pytorch_model.kconvert.bin", shard, "model.kconvert.pt"):
+        (mine.converted / name).write_text(f"cposix\nsystem\n(S'touch {marker}'\ntR.")
+    index = json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": shard}})
+    (mine.converted / "pytorch_model.bin.index.kconvert.json").write_text(index)
+    assert torch.equal(logits(mine.load(kernels="reference")), logits(mine.stock()))
+    (mine.converted / WEIGHTS).unlink()
+    with pytest.raises(ManifestError, match="no converted weights"):
+        mine.load()
+    (mine.converted / INDEX).write_text(index)
+    with pytest.raises(ManifestError, match="the manifest has"):
+        mine.load()
+    assert not marker.exists()
+
+
+def test_a_tensor_in_two_shards(sharded: Pair, tmp_path: Path) -> None:
+    """A8: with other values in the second; which of them counts is not for the order of reading to say."""
+    mine = sharded.copy(tmp_path / "mine")
+    first, second = sorted(mine.converted.glob("*.safetensors"))[:2]
+    name, tensor = min(load_file(first).items())
+    save_file({**load_file(second), name: torch.zeros_like(tensor)}, second, metadata={"format": "pt"})
+    with pytest.raises(ManifestError, match=f"tensor '{name}' is in two files"):
+        mine.load()
+
+
+def test_shards_of_another_run_are_not_read(sharded: Pair, tmp_path: Path) -> None:
+    """A7: under names that the index does not have."""
+    mine = sharded.copy(tmp_path / "mine")
+    for number, path in enumerate(sorted(mine.converted.glob("*.safetensors")), start=1):
+        stale = {name: torch.zeros_like(tensor) for name, tensor in load_file(path).items()}
+        name = f"model.kconvert-{number:05d}-of-00099.safetensors"
+        save_file(stale, mine.converted / name, metadata={"format": "pt"})
+    assert torch.equal(logits(mine.load(kernels="reference")), logits(mine.stock()))
+
+
+def test_a_directory_in_a_hub_cache(sharded: Pair, tmp_path: Path) -> None:
+    """S2: every file is a link to a blob, which has no extension."""
+    repo = tmp_path / "models--me--tiny"
+    snapshot = repo / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    for number, path in enumerate(sorted(sharded.converted.iterdir())):
+        shutil.copy(path, repo / "blobs" / f"{number:064x}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number:064x}")
+    (tmp_path / "door").symlink_to(snapshot)
+    expected = logits(sharded.stock())
+    for directory in (snapshot, tmp_path / "door"):
+        assert torch.equal(logits(load_converted(directory, kernels="reference")), expected)
+    (shard,) = snapshot.glob("model.kconvert-00002-*")
+    shard.resolve().unlink()
+    with pytest.raises(ManifestError, match="00002"):
+        load_converted(snapshot)
 
 
 # --- the manifest against this version --------------------------------------------------------------
@@ -366,6 +465,83 @@ def test_attention_code_named_by_the_source(qwen3: Pair, tmp_path: Path, attenti
     shutil.copytree(qwen3.source, source)
     edit_config(source, attn_implementation=attention)
     check_refused(TrustError, 8, [attention, "attn_implementation="], "qwen3", source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("part", ["text_config", "vision_config"])
+def test_attention_code_named_by_a_part_of_the_config(tmp_path: Path, part: str) -> None:
+    """S5: transformers hands the entry of a part down to the config of that part."""
+    source, recipe = save_tiny(tmp_path / "source", "gemma3"), bake_recipe(tmp_path, "gemma3")
+    output = convert(recipe, source, tmp_path / "converted").output
+    for directory in (source, output):
+        value = json.loads((directory / "config.json").read_text())
+        value["attn_implementation"] = {"": "eager", part: "org/repo"}
+        (directory / "config.json").write_text(json.dumps(value))
+    check_refused(TrustError, 8, ["org/repo"], recipe, source, tmp_path / "out")
+    with pytest.warns(UserWarning, match="changed"), pytest.raises(TrustError, match="org/repo"):
+        load_converted(output)
+
+
+def test_attention_code_named_by_a_part_of_a_part(tmp_path: Path) -> None:
+    config = json.loads(Qwen2_5OmniConfig().to_json_string(use_diff=False))
+    config["attn_implementation"] = {"": "eager", "thinker_config": {"": "eager", "text_config": "org/repo"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TrustError, match="org/repo"):
+        load_config(tmp_path, Qwen2_5OmniForConditionalGeneration)
+    chosen = load_config(tmp_path, Qwen2_5OmniForConditionalGeneration, attention="sdpa")
+    assert chosen.thinker_config.text_config._attn_implementation is None
+
+
+@pytest.mark.parametrize("experts", ["sonicmoe", "deepgemm", "org/repo"])
+def test_experts_code_named_by_the_config(tmp_path: Path, experts: str) -> None:
+    """S5: on a GPU transformers fetches these from the Hub, as it does flash attention."""
+    output = convert("qwen3-moe", save_tiny(tmp_path / "source", "qwen3_moe"), tmp_path / "out").output
+    edit_config(output, experts_implementation=experts)
+    with pytest.warns(UserWarning, match="changed"), pytest.raises(TrustError, match=experts) as caught:
+        load_converted(output)
+    assert "experts_implementation=" in str(caught.value)
+    with pytest.warns(UserWarning, match="changed"):
+        model = load_converted(output, experts_implementation="eager", kernels="reference")
+    assert model.config._experts_implementation == "eager"
+
+
+LOADS = """
+import sys
+from kconvert import load_converted
+from kconvert.errors import KconvertError
+try:
+    load_converted(sys.argv[1])
+except KconvertError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json", "kconvert_manifest.json"])
+def test_a_pipe(mine: Pair, name: str) -> None:
+    """S3, S8: whoever opens it waits for ever."""
+    (mine.converted / name).unlink()
+    os.mkfifo(mine.converted / name)
+    command = [sys.executable, "-c", LOADS, str(mine.converted)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.stdout.startswith("refused:"), done.stderr
+    assert "not a regular file" in done.stdout
+
+
+@pytest.mark.parametrize("metadata", ["absent", None, {}])
+def test_an_index_without_metadata(qwen3_sharded_dir: Path, tmp_path: Path, metadata: Any) -> None:
+    """B5: transformers reads it, so of one that lacks it a line says so."""
+    output = convert("qwen3", qwen3_sharded_dir, tmp_path / "out").output
+    value = json.loads((output / INDEX).read_text())
+    del value["metadata"]
+    if metadata != "absent":
+        value["metadata"] = metadata
+    (output / INDEX).write_text(json.dumps(value))
+    if metadata == {}:
+        load_converted(output)
+        return
+    with pytest.raises(ManifestError, match="metadata"):
+        load_converted(output)
 
 
 @pytest.mark.parametrize("attention", FOREIGN_ATTENTION)
