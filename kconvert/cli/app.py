@@ -24,7 +24,7 @@ from kconvert.cli.output import note, note_added, print_json, printable, warn
 from kconvert.cli.plan import plan_command
 from kconvert.cli.revert import revert_command
 from kconvert.cli.verify import verify_command
-from kconvert.errors import InterruptedRunError, KconvertError, one_line
+from kconvert.errors import InterruptedRunError, KconvertError, UsageError, one_line
 
 __all__ = ["app", "run"]
 
@@ -78,6 +78,7 @@ def run(argv: Sequence[str]) -> int:
     shown = warnings.showwarning
     warnings.showwarning = _show_warning
     try:
+        _check_working_directory()
         result = typer.main.get_command(app).main(args=arguments, prog_name="kconvert", standalone_mode=False)
         code = result if isinstance(result, int) else 0
         return _interrupted(arguments) if code == InterruptedRunError.exit_code else code  # typer eats the interrupt
@@ -100,6 +101,14 @@ def run(argv: Sequence[str]) -> int:
         return _fail(arguments, line, 1)
     finally:
         warnings.showwarning = shown
+
+
+def _check_working_directory() -> None:
+    """Raises UsageError where it was removed: no relative path means anything, and libraries ask for it."""
+    try:
+        os.getcwd()  # noqa: PTH109 - only whether there is one
+    except OSError as error:
+        raise UsageError(f"the working directory is gone ({error.strerror})", fix="change to another one") from None
 
 
 def _usage_line(error: Any) -> str:

@@ -552,6 +552,18 @@ def test_a_path_that_is_not_utf8_can_be_shown(tmp_path: Path) -> None:
             assert shown == str(folder / "my-model-kconvert").replace("\udce9", "\\udce9") + "\n"
 
 
+@pytest.mark.parametrize("command", ["apply qwen3 x", "plan qwen3 x", "revert x -o y", "inspect x"])
+def test_a_working_directory_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, command: str
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    code, out, err = _run(capsys, *command.split())
+    assert (code, out) == (2, "")
+    assert "the working directory is gone" in _error_line(err)
+
+
 @pytest.mark.parametrize(
     ("size", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (16_400_000_000, "16.4 GB"), (3 * 10**15, "3000.0 TB")],
