@@ -8,7 +8,6 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from kconvert.checkpoint import FileStamp, check_stamp
@@ -76,7 +75,7 @@ def stamps_after_links(job: Job, sources: Mapping[Path, OpenFile]) -> dict[Path,
     stamps = {}
     for path, stamp in job.stamps.items():
         if path in sources:
-            stamps[path] = replace(stamp, changed_ns=FileStamp.of(sources[path].fd).changed_ns)
+            stamps[path] = stamp.after_links(sources[path].fd)
     check_unchanged(stamps, sources)
     return stamps
 

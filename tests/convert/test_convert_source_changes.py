@@ -165,6 +165,25 @@ def test_an_unchanged_file_may_be_read_and_linked(weights: Path, tmp_path: Path)
     assert (tmp_path / "out").is_dir()
 
 
+@pytest.mark.parametrize("reuse", ["copy", "hardlink"])
+def test_a_hard_link_that_is_made_meanwhile(weights: Path, tmp_path: Path, reuse: Any) -> None:
+    """By another conversion, or `cp -al`."""
+    link = tmp_path / "another name"
+    convert("qwen3", weights.parent, tmp_path / "out", reuse=reuse, on_prepared=lambda *_: link.hardlink_to(weights))
+    assert link.samefile(weights)
+
+
+def test_a_hard_link_that_hides_a_change(weights: Path, tmp_path: Path) -> None:
+    """The file is another one by then, although it has more links."""
+
+    def changed(*_: Any) -> None:
+        weights.write_bytes(weights.read_bytes() + b"x")
+        (tmp_path / "another name").hardlink_to(weights)
+
+    with pytest.raises(CheckpointError, match=SAID):
+        convert("qwen3", weights.parent, tmp_path / "out", on_prepared=changed)
+
+
 def test_the_config_is_read_once(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "in", qwen3_tensors(), qwen3_config())
     checked = (source / "config.json").read_bytes()
