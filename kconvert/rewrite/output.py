@@ -349,7 +349,7 @@ class Partial:
         """Removes the directory we claimed, and no other that has come to this path since; the lock goes last."""
         if self._identity is None or directory_identity(self.path) != self._identity:
             return
-        with contextlib.suppress(FileNotFoundError):
+        if os.path.lexists(self.tree):
             shutil.rmtree(self.tree)
         if os.path.lexists(self._replaced):
             if not self._is_published:  # the only copy of the old output
