@@ -12,6 +12,7 @@ that holds files but not our manifest, whatever `overwrite` says.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -355,7 +356,10 @@ class Partial:
             if not self._is_published:  # the only copy of the old output
                 return
             shutil.rmtree(self._replaced)
-        for name in (JOURNAL_NAME, LOCK_NAME):
+        own = (JOURNAL_NAME, LOCK_NAME)
+        if not {*os.listdir(self.path)} <= {*own}:  # without its lock nobody would take it for ours
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(self.path))
+        for name in own:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path / name)
         self._is_discarded = True
