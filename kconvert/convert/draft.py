@@ -145,7 +145,7 @@ def draft_recipe(model: Any, *, name: str | None = None) -> DraftRecipe:
     entries: list[DraftEntry] = []
     left_out: list[LeftOut] = []
     owners: dict[str, LayoutSpec] = {}
-    specs = [spec for spec in layout_specs().values() if not spec.is_fusion]
+    specs = [spec for spec in layout_specs().values() if _can_be_tried(spec)]
     for spec in sorted(specs, key=lambda spec: (not spec.changes_parameters, spec.name)):
         places = [_without_overlap(place, spec, owners) for place in _try_layout(model, spec)]
         owners.update({place.path: spec for place in places if place.reason is None})
@@ -156,6 +156,12 @@ def draft_recipe(model: Any, *, name: str | None = None) -> DraftRecipe:
             found = (spec.name, first.kernels, first.class_name, pattern, modules, first.not_supported)
             entries.append(DraftEntry(*found))
     return DraftRecipe(name or model_type, model_type, type(model).__name__, tuple(entries), tuple(left_out))
+
+
+def _can_be_tried(spec: LayoutSpec) -> bool:
+    """Whether there is something to gain that can be told here: packed parameters, or a kernel with a CPU form."""
+    gains = spec.changes_parameters or any(entry.device == "cpu" for entry in spec.kernels)
+    return gains and not spec.is_fusion and not spec.is_composed
 
 
 def _try_layout(model: Any, spec: LayoutSpec) -> Iterator[_Place]:

@@ -14,7 +14,7 @@ from kconvert.transforms.arrangement import (
     whole,
 )
 from kconvert.transforms.bind import MappingRule, bind_mapping, bind_spec, complete_groups
-from kconvert.transforms.claims import claims_overlap, is_taken
+from kconvert.transforms.claims import NOTHING, claims_overlap, is_taken
 from kconvert.transforms.operations import (
     Chunk,
     Computed,
@@ -31,10 +31,11 @@ from kconvert.transforms.operations import (
     Unstack,
     UnstackHalves,
 )
-from kconvert.transforms.rules import BoundRule, Collected, MemberTensor, Rule, concatenate, nested, rename
+from kconvert.transforms.rules import BoundRule, Collected, MemberTensor, Rule, below, concatenate, nested, rename
 from kconvert.transforms.spec import KernelEntry, LayoutSpec
 
 __all__ = [
+    "NOTHING",
     "Arrangement",
     "BoundRule",
     "Chunk",
@@ -61,6 +62,7 @@ __all__ = [
     "Transpose",
     "Unstack",
     "UnstackHalves",
+    "below",
     "bind_mapping",
     "bind_spec",
     "claims_overlap",

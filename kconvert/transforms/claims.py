@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-__all__ = ["claims_overlap", "is_taken"]
+__all__ = ["NOTHING", "claims_overlap", "is_taken"]
+
+NOTHING = frozenset({""})
+"""What a layout takes that changes a module's forward alone: no child has this name."""
 
 
 def is_taken(name: str, path: str, takes: Collection[str]) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from kconvert.transforms.arrangement import Arrangement
 from kconvert.transforms.operations import Concatenate, Names, Op, Operation, run_chain
 
-__all__ = ["BoundRule", "Collected", "MemberTensor", "Rule", "concatenate", "nested", "rename"]
+__all__ = ["BoundRule", "Collected", "MemberTensor", "Rule", "below", "concatenate", "nested", "rename"]
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,24 @@ def nested(rules: Sequence[Rule], *, member: int, into: str) -> tuple[Rule, ...]
             sources=tuple(MemberTensor(member, source.name) for source in rule.sources),
             target=f"{into}.{rule.target}",
             packed=rule.packed and MemberTensor(member, rule.packed.name),
+        )
+        for rule in rules
+    )
+
+
+def below(rules: Sequence[Rule], child: str, *, optional: bool = False) -> tuple[Rule, ...]:
+    """The rules of a one-module layout as rules of the module that has it as its `child`; all `optional`, or as they are."""
+
+    def inside(tensor: MemberTensor) -> MemberTensor:
+        return MemberTensor(tensor.member, f"{child}.{tensor.name}")
+
+    return tuple(
+        replace(
+            rule,
+            sources=tuple(map(inside, rule.sources)),
+            target=f"{child}.{rule.target}",
+            packed=rule.packed and inside(rule.packed),
+            optional=optional or rule.optional,
         )
         for rule in rules
     )

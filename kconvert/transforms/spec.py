@@ -34,7 +34,9 @@ class LayoutSpec:
         module: where its `{Name}Layout` class lives, as `package.module:Class`.
         summary: one line for people.
         takes: the children of the one member that the layout takes, those that it makes included; empty where it
-            takes the whole subtree.  What it does not take stays as it is, or belongs to another entry.
+            takes the whole subtree, and `NOTHING` where it takes none of it.  What it does not take stays as it is, or
+            belongs to another entry.
+        is_composed: whether it holds other layouts, so that it is for people to choose and never proposed in their place.
     """
 
     name: str
@@ -45,6 +47,7 @@ class LayoutSpec:
     module: str
     summary: str
     takes: frozenset[str] = frozenset()
+    is_composed: bool = False
 
     def __post_init__(self) -> None:
         targets = [rule.target for rule in self.rules]
