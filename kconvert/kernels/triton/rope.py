@@ -1,0 +1,344 @@
+"""The rotary embedding of q and k in one launch, with the RMSNorm of each head before it where a model has one.
+
+    y1 = x1 * cos1 - x2 * sin1
+    y2 = x2 * cos2 + x1 * sin2
+
+for the pairs (x1, x2) of each head, which lie half a rotation apart or side by side.  What is not rotated is copied, or
+normed and copied.  The norm is that of `kconvert.kernels.triton.rms_norm`, with its rounding.
+
+Rounding is that of the eager formula: products and sum are rounded to the dtype that torch computes them in, so without a
+norm the result has its bits.  Backward rounds at the same places, turns back by the same angles, and computes the norm again
+instead of keeping it; cos and sin get no gradient.
+
+One program works on some heads of one token: those of q first, then those of k.  In the backward of a norm it goes through many
+tokens and keeps its part of the weight's gradient.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from kconvert.kernels.triton.launch import Launcher, num_processors
+from kconvert.kernels.triton.rope_heads import turn_backward, turn_forward
+from kconvert.kernels.triton.rows import read_unit
+
+__all__ = ["HeadNorms", "RopeFunction", "Rotation", "rope"]
+
+
+class Rotation(NamedTuple):
+    """How heads are rotated.
+
+    Attributes:
+        size: elements of a head that are rotated; even.
+        start: where in the head they begin.
+        is_interleaved: pairs are (0, 1), (2, 3), ...; else (0, size / 2), (1, size / 2 + 1), ...
+        writes_halves: pairs are written half a rotation apart, wherever they were read.
+        has_half_table: cos and sin have one element for each pair, else one for each element.
+        is_wide: torch computes it in float32 at least.
+        keeps_dtype: the result is cast to the dtype of q and k, else it is left in the one that torch computes it in.
+    """
+
+    size: int
+    start: int = 0
+    is_interleaved: bool = False
+    writes_halves: bool = True
+    has_half_table: bool = False
+    is_wide: bool = False
+    keeps_dtype: bool = False
+
+
+class HeadNorms(NamedTuple):
+    """The RMSNorm of each head of q and k before the rotation; see `kconvert.kernels.ops.rms_norm.layout`."""
+
+    eps: float
+    offset: float
+    cast_first: bool
+
+
+_launch_forward = Launcher(turn_forward)
+_launch_backward = Launcher(turn_backward)
+
+_TRITON_TYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+_FEW_ROWS = 32
+"""Tokens up to which a program has fewer heads, so that there are enough programs for the device."""
+
+
+class _Plan(NamedTuple):
+    """What a launch needs beside its tensors.
+
+    Attributes:
+        key: of what is compiled; no two plans have the same.
+        result: the dtype of what a forward gives.
+        wide: the dtype that is added up in.
+        constants: the constexpr arguments.
+        blocks: how many programs share the heads of q of one token, and those of k.
+        scalars: eps and offset.
+        options: of the launch.
+    """
+
+    key: object
+    result: torch.dtype
+    wide: torch.dtype
+    constants: tuple[Any, ...]
+    blocks: tuple[int, int]
+    scalars: tuple[float, float]
+    options: dict[str, int]
+
+
+@cache
+def _plan(
+    dtypes: tuple[torch.dtype | None, ...],
+    heads: tuple[int, int],
+    dim: int,
+    rotation: Rotation,
+    norms: HeadNorms | None,
+    unit: int,
+    most: int,
+) -> _Plan:
+    """`dtypes` are those of x, of cos and sin, of the weights, and of other tensors; `most` is how many elements a program has."""
+    x, table, weight, *_ = dtypes
+    assert x is not None
+    assert table is not None
+    normed = torch.promote_types(x, weight) if norms is not None and weight is not None and norms.cast_first else x
+    arithmetic = torch.promote_types(normed, table)
+    if rotation.is_wide:
+        arithmetic = torch.promote_types(arithmetic, torch.float32)
+    wide = torch.promote_types(arithmetic, torch.float32)
+    half, rest = rotation.size // 2, dim - rotation.size
+    columns = triton.next_power_of_2(dim)
+    q_rows, k_rows = (min(triton.next_power_of_2(count), max(1, most // columns)) for count in heads)
+    largest = max(q_rows, k_rows) * columns
+    constants = (
+        unit,
+        heads[0],
+        q_rows,
+        heads[1],
+        k_rows,
+        dim,
+        rotation.start,
+        half,
+        triton.next_power_of_2(half),
+        0 if rotation.start else rotation.size,
+        rest,
+        triton.next_power_of_2(max(rest, 1)),
+        rotation.is_interleaved,
+        rotation.writes_halves,
+        rotation.has_half_table,
+        norms is not None and norms.offset != 0.0,
+        norms is not None and norms.cast_first,
+        _TRITON_TYPES[normed],
+        _TRITON_TYPES[arithmetic],
+        _TRITON_TYPES[wide],
+    )
+    return _Plan(
+        key=object(),
+        result=normed if rotation.keeps_dtype else arithmetic,
+        wide=wide,
+        constants=constants,
+        blocks=(triton.cdiv(heads[0], q_rows), triton.cdiv(heads[1], k_rows)),
+        scalars=(0.0, 0.0) if norms is None else (norms.eps, norms.offset),
+        # a multiply and an add in one rounding would not be what torch computes
+        options={"num_warps": 1 if largest <= 512 else 2 if largest <= 1024 else 4, "enable_fp_fusion": False},
+    )
+
+
+def _heads_last(x: torch.Tensor, heads_axis: int) -> tuple[torch.Tensor, int, int, int]:
+    """The tensor, with its last dimension in one run, and the strides of sequences, tokens and heads."""
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        x = x.contiguous()
+    strides = x.stride()
+    batch = strides[0] if x.shape[0] != 1 else 0
+    token = strides[3 - heads_axis] if x.shape[3 - heads_axis] != 1 else 0
+    head = strides[heads_axis] if x.shape[heads_axis] != 1 else 0
+    return x, batch, token, head
+
+
+def _table(table: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    if table.stride(-1) != 1 and table.shape[-1] != 1:
+        table = table.contiguous()
+    shape, strides = table.shape, table.stride()
+    return table, strides[0] if shape[0] != 1 else 0, strides[1] if shape[1] != 1 else 0
+
+
+def _in_units(strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """What all strides are multiples of, and each as a number of that."""
+    unit = read_unit(*strides)
+    return unit, tuple(stride // unit for stride in strides)
+
+
+def _empty_like(x: torch.Tensor, dtype: torch.dtype, heads_axis: int) -> torch.Tensor:
+    """Unwritten, of the shape of `x`, with the heads of a token beside each other in memory."""
+    shape = x.shape
+    if heads_axis == 2:
+        return torch.empty(shape, dtype=dtype, device=x.device)
+    _, heads, tokens, dim = shape
+    row = heads * dim
+    return torch.empty_strided(shape, (tokens * row, dim, row, 1), dtype=dtype, device=x.device)
+
+
+def _run_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    rotation: Rotation,
+    norms: HeadNorms | None,
+    heads_axis: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, *q_strides = _heads_last(q, heads_axis)
+    k, *k_strides = _heads_last(k, heads_axis)
+    cos, *cos_strides = _table(cos)
+    sin, *sin_strides = _table(sin)
+    unit, strides = _in_units((*q_strides, *k_strides, *cos_strides, *sin_strides))
+    shape = q.shape
+    heads, tokens = (shape[heads_axis], k.shape[heads_axis]), shape[3 - heads_axis]
+    dtypes = (q.dtype, cos.dtype, None if q_weight is None else q_weight.dtype)
+    rows = shape[0] * tokens
+    plan = _plan(dtypes, heads, shape[3], rotation, norms, unit, 1024 if rows <= _FEW_ROWS else 4096)
+    q_out, k_out = _empty_like(q, plan.result, heads_axis), _empty_like(k, plan.result, heads_axis)
+    _launch_forward(
+        plan.key,
+        (rows, plan.blocks[0] + plan.blocks[1], 1),
+        (q, k, cos, sin, q_weight, k_weight, q_out, k_out),
+        (tokens, *strides, *plan.scalars),
+        plan.constants,
+        **plan.options,
+    )
+    return q_out, k_out
+
+
+def _run_backward(
+    dq_out: torch.Tensor,
+    dk_out: torch.Tensor,
+    saved: tuple[torch.Tensor, ...],
+    rotation: Rotation,
+    norms: HeadNorms | None,
+    heads_axis: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """`saved` is cos and sin, and where there are norms q, k and their weights; `dtype` is that of q and k."""
+    cos, sin, *normed = saved
+    q, k, q_weight, k_weight = normed or (None, None, None, None)
+    dq, dk = _empty_like(dq_out, dtype, heads_axis), _empty_like(dk_out, dtype, heads_axis)
+    dq_out, *dq_strides = _heads_last(dq_out, heads_axis)
+    dk_out, *dk_strides = _heads_last(dk_out, heads_axis)
+    x_strides: tuple[int, ...] = (0,) * 6
+    if q is not None and k is not None:
+        q, *q_strides = _heads_last(q, heads_axis)
+        k, *k_strides = _heads_last(k, heads_axis)
+        x_strides = (*q_strides, *k_strides)
+    cos, *cos_strides = _table(cos)
+    sin, *sin_strides = _table(sin)
+    unit, strides = _in_units((*dq_strides, *dk_strides, *x_strides, *cos_strides, *sin_strides))
+    shape = dq_out.shape
+    heads, tokens = (shape[heads_axis], dk_out.shape[heads_axis]), shape[3 - heads_axis]
+    dtypes = (dtype, cos.dtype, None if q_weight is None else q_weight.dtype, dq_out.dtype, dk_out.dtype)
+    plan = _plan(dtypes, heads, shape[3], rotation, norms, unit, 2048)
+    rows = programs = shape[0] * tokens
+    parts: list[torch.Tensor | None] = [None, None]
+    if norms is not None:
+        programs = min(rows, num_processors(dq.device) * 4)
+        sizes = [(programs * count, shape[3]) for count in plan.blocks]
+        parts = [torch.empty(size, dtype=plan.wide, device=dq.device) for size in sizes]
+    _launch_backward(
+        plan.key,
+        (programs, plan.blocks[0] + plan.blocks[1], 1),
+        (dq_out, dk_out, q, k, cos, sin, q_weight, k_weight, dq, dk, *parts),
+        (rows, tokens, *strides, *plan.scalars),
+        plan.constants,
+        **plan.options,
+    )
+    weights = (q_weight, k_weight)
+    dq_weight, dk_weight = (
+        None if part is None or weight is None else part.sum(0).to(weight.dtype)
+        for part, weight in zip(parts, weights, strict=True)
+    )
+    return dq, dk, dq_weight, dk_weight
+
+
+class RopeFunction(torch.autograd.Function):
+    """Rotated q and k; see the module."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        heads_axis: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `rope`."""
+        ctx.save_for_backward(cos, sin, *(() if norms is None else (q, k, q_weight, k_weight)))
+        ctx.rotation, ctx.norms, ctx.heads_axis, ctx.dtype = rotation, norms, heads_axis, q.dtype
+        return _run_forward(q, k, cos, sin, q_weight, k_weight, rotation, norms, heads_axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq_out: torch.Tensor, dk_out: torch.Tensor) -> Any:
+        """The gradients of q, k and the weights."""
+        dq, dk, dq_weight, dk_weight = _run_backward(
+            dq_out, dk_out, ctx.saved_tensors, ctx.rotation, ctx.norms, ctx.heads_axis, ctx.dtype
+        )
+        return dq, dk, None, None, dq_weight, dk_weight, None, None, None
+
+
+def rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    rotation: Rotation,
+    heads_axis: int,
+    norms: HeadNorms | None = None,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k, rotated.
+
+    Args:
+        q: `[batch, heads, tokens, dim]`, with any strides, or `[batch, tokens, heads, dim]`.
+        k: of the same dtype and shape but for the number of heads.
+        cos: `[batch or 1, tokens or 1, n]`; `n` is `rotation.size`, or half of it where `has_half_table`, of which a wider
+            one's first elements are read.
+        sin: as `cos`, of its dtype.
+        rotation: what is rotated, and how.
+        heads_axis: the axis of the heads, 1 or 2.
+        norms: the norm of each head before it; None for none.
+        q_weight: `[dim]`, the norm's weight for q; contiguous.
+        k_weight: `[dim]`, that for k, of the same dtype; contiguous.
+
+    Returns:
+        Both in shape as they were given, and in memory with the heads of a token beside each other, as elementwise operations
+        leave what a projection gives.
+    """
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or (q_weight is not None and q_weight.requires_grad)
+        or (k_weight is not None and k_weight.requires_grad)
+    ):
+        made: tuple[torch.Tensor, torch.Tensor] = RopeFunction.apply(
+            q, k, cos, sin, q_weight, k_weight, rotation, norms, heads_axis
+        )
+        return made
+    return _run_forward(q, k, cos, sin, q_weight, k_weight, rotation, norms, heads_axis)
