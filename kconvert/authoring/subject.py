@@ -231,6 +231,7 @@ def _trial(
         packed = _packed(classes.layout, members, paths, packings, arguments, tensors)
     candidate = Candidate(kernel.__name__, ANY_DEVICE, "call", bool(getattr(kernel, "has_backward", True)))
     assign_selections(packed, [candidate], {kernel.__name__: kernel}, unavailable={}, unsupported={})
+    cast("Any", packed).kconvert_dispatch.raise_failures()
     return Trial(paths, stock, packed.eval(), kernel, packings, tensors, inputs)
 
 

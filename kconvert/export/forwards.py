@@ -25,6 +25,7 @@ from kconvert.kernels.assign import load_layout
 from kconvert.kernels.ops.gated_mlp.layout import ACTIVATIONS, GatedMLPLayout, prove_activation
 from kconvert.kernels.ops.rms_norm.layout import RMSNormVariant, prove_variant
 from kconvert.kernels.packed_linear import PackedLinearLayout
+from kconvert.kernels.specs import layout_specs
 
 __all__ = ["NotExportedError", "Parts", "home_of", "make_parts"]
 
@@ -51,6 +52,12 @@ class Parts:
 def home_of(cls: type) -> str:
     """The name by which the text reaches the module of a stock class: `modeling_qwen3`."""
     return cls.__module__.rpartition(".")[2]
+
+
+def stays_stock(layout: str) -> bool:
+    """Whether a layout has no form here and needs none: it changes no tensor, so its modules run as transformers has them."""
+    spec = layout_specs().get(layout)
+    return layout not in _LAYOUTS and spec is not None and not spec.changes_parameters
 
 
 def make_parts(stock: Stock, entry: Entry) -> Parts:
@@ -82,7 +89,8 @@ def _norm_call(stock: Stock, entry: Entry, member: int, owner: str, hidden: str)
     name = entry.classes[member]
     modules = [stock.module(claim[member]) for claim in entry.claims]
     variants = {
-        (variant.offset, variant.cast_first, variant.mixes, variant.why_not) for variant in map(prove_variant, modules)
+        (variant.offset, variant.cast_first, variant.mixes, variant.has_weight, variant.why_not)
+        for variant in map(prove_variant, modules)
     }
     if len(variants) != 1:
         raise NotExportedError(f"{name} computes different things in different places")
@@ -94,11 +102,12 @@ def _norm_call(stock: Stock, entry: Entry, member: int, owner: str, hidden: str)
     _check_facts(stock, entry, variant)
     eps = _eps_name(modules, name)
     facts = f"offset={variant.offset!r}, cast_first={variant.cast_first!r}"
-    return f"rms_norm_torch({hidden}, {owner}.weight, eps={owner}.{eps}, {facts})"
+    weight = f"{owner}.weight" if variant.has_weight else "None"
+    return f"rms_norm_torch({hidden}, {weight}, eps={owner}.{eps}, {facts})"
 
 
 def _check_facts(stock: Stock, entry: Entry, variant: RMSNormVariant) -> None:
-    found = {"offset": variant.offset, "cast_first": variant.cast_first}
+    found = variant.facts()
     for number in entry.patches:
         facts = (stock.manifest.patches[number].facts or {}).get(entry.classes[0])
         if facts != found:

@@ -14,13 +14,14 @@ import json
 import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kconvert.errors import KernelRefusedError, OutputError, TrustError, UsageError
 from kconvert.export.entries import Entry, Refusal
-from kconvert.export.forwards import NotExportedError
+from kconvert.export.forwards import NotExportedError, stays_stock
 from kconvert.export.layers import kernel_name, layers_source
 from kconvert.export.routes import plan_routes
 from kconvert.export.stock import Stock, load_stock, patchable_reason, read_names
@@ -73,7 +74,11 @@ def plan_export(directory: Path) -> Export:
         KernelRefusedError: it cannot; `details["refused"]` has every reason.
     """
     stock = load_stock(directory)
-    routes = plan_routes(stock.manifest.patches, read_names(stock.model))
+    names = {patch.layout.name for patch in stock.manifest.patches if patch.modules and patch.layout.package is None}
+    stays = sorted(filter(stays_stock, names))
+    if stays:
+        warnings.warn(f"modules of layout {', '.join(stays)} are not exported: they run as in stock", stacklevel=3)
+    routes = plan_routes(stock.manifest.patches, read_names(stock.model), passed_over=stays)
     refusals = list(routes.refusals)
     for entry in routes.entries:
         reason = None if entry.patched is None else patchable_reason(stock.model, entry.patched)

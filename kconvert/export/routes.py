@@ -13,7 +13,7 @@ this model is exactly what the manifest says.  Everything else is refused, each 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -58,16 +58,19 @@ class _RefusedError(Exception):
     """Carries a reason inside this module."""
 
 
-def plan_routes(patches: Sequence[PatchRecord], model: ModelNames) -> Routes:
+def plan_routes(
+    patches: Sequence[PatchRecord], model: ModelNames, *, passed_over: Collection[str] = frozenset()
+) -> Routes:
     """Choose an entry for every patch, or refuse it.
 
     Args:
         patches: those of the manifest.
         model: the names in the stock model that the converted directory was made for.
+        passed_over: layouts that get no entry.
     """
     entries: list[Entry] = []
     refusals: list[Refusal] = []
-    groups = _groups(patches)
+    groups = _groups(patches, passed_over)
     for group in groups:
         try:
             entries += _entries(group, groups, model)
@@ -84,10 +87,10 @@ def plan_routes(patches: Sequence[PatchRecord], model: ModelNames) -> Routes:
     return Routes(tuple(entries), tuple(refusals))
 
 
-def _groups(patches: Sequence[PatchRecord]) -> list[_Group]:
+def _groups(patches: Sequence[PatchRecord], passed_over: Collection[str]) -> list[_Group]:
     found: dict[tuple[object, ...], list[tuple[int, PatchRecord]]] = {}
     for number, patch in enumerate(patches):
-        if not patch.modules:  # an optional entry that matched nothing
+        if not patch.modules or patch.layout.name in passed_over:  # an optional entry that matched nothing
             continue
         found.setdefault((patch.layout, patch.kind, patch.classes), []).append((number, patch))
     return [

@@ -79,7 +79,13 @@ def assign_selections(
 
 
 def assign_kernels(
-    module: nn.Module, layout: type[Layout], named: Iterable[str], *, origin: str, with_defaults: bool
+    module: nn.Module,
+    layout: type[Layout],
+    named: Iterable[str],
+    *,
+    origin: str,
+    with_defaults: bool,
+    parts_with_defaults: bool = False,
 ) -> Selection:
     """Fill the table of a module of a built-in layout.
 
@@ -89,8 +95,9 @@ def assign_kernels(
         named: kernel IDs in order of preference; those of other layouts are passed over.
         origin: who named them, for the trace.
         with_defaults: whether the layout's default kernels stand in where none of these can run.
+        parts_with_defaults: whether those of the layouts of its parts do.
     """
-    known = layout_kernels(layout)
+    known, named = layout_kernels(layout), tuple(named)
     order = {kernel_id: origin for kernel_id in named if kernel_id in known}
     if with_defaults:
         for kernel_id, kernel in known.items():
@@ -107,4 +114,8 @@ def assign_kernels(
         unfit = kernel.supports(module)
         if unfit is not None:
             unsupported[kernel_id] = unfit
+    for name, part in cast("Layout", module).kconvert_parts().items():
+        assign_kernels(
+            module.get_submodule(name), part, named, origin=origin, with_defaults=with_defaults or parts_with_defaults
+        )
     return assign_selections(module, candidates, dict(known), unavailable=unavailable, unsupported=unsupported)

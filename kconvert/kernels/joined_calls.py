@@ -14,16 +14,24 @@ plain assignments that leave the input alone.
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
 from torch import nn
 
-from kconvert.kernels.stock_function import NotJoinableError, compile_like, parse_function, redecorate
+from kconvert.kernels.stock_function import NotJoinableError, compile_like, parse_function, redecorate, unwrapped
 
-__all__ = ["NotJoinableError", "join_calls", "joined_definition"]
+__all__ = [
+    "NotJoinableError",
+    "check_scope",
+    "innermost_run",
+    "is_in_place",
+    "join_calls",
+    "joined_definition",
+    "stock_definition",
+    "targets_of",
+]
 
 _FACTS = ("shape", "dtype", "device", "ndim", "size", "dim")  # what may be read of a tensor whose values do not matter
 _IN_PLACE = ("setattr", "setitem", "iadd", "isub", "imul", "itruediv")  # functions, and methods with underscores
@@ -51,11 +59,7 @@ def joined_definition(
     stock: type[nn.Module], packed: str, parts: Sequence[str]
 ) -> tuple[ast.FunctionDef, FunctionType, str]:
     """What `join_calls` compiles: the changed syntax tree, the stock function below its decorators, and its file."""
-    function = inspect.unwrap(stock.forward)
-    if not isinstance(function, FunctionType):
-        raise NotJoinableError("its forward is no Python function")
-    definition, filename = parse_function(function)
-    _check_scope(definition, function)
+    definition, function, filename = stock_definition(stock)
     self_name = definition.args.args[0].arg
     calls = {part: _calls_of(definition, self_name, part) for part in parts}
     for part, found in calls.items():
@@ -65,7 +69,20 @@ def joined_definition(
     return definition, function, filename
 
 
-def _check_scope(definition: ast.FunctionDef, function: FunctionType) -> None:
+def stock_definition(stock: type[nn.Module]) -> tuple[ast.FunctionDef, FunctionType, str]:
+    """The syntax tree of a forward that may be changed, the function below its decorators, and its file.
+
+    Raises:
+        NotJoinableError: its source is not at hand, or it uses what a changed copy would not have.
+    """
+    function = unwrapped(stock.forward)
+    definition, filename = parse_function(function)
+    check_scope(definition, function)
+    return definition, function, filename
+
+
+def check_scope(definition: ast.FunctionDef, function: FunctionType) -> None:
+    """Raises NotJoinableError where a changed copy of the function could mean something else by its names."""
     if function.__code__.co_freevars:
         raise NotJoinableError(f"its forward is a closure over {function.__code__.co_freevars[0]}")
     self_name = definition.args.args[0].arg
@@ -125,7 +142,7 @@ def _input_name(part: str, call: ast.Call) -> str:
 
 def _place(definition: ast.FunctionDef, call: ast.Call, part: str) -> tuple[list[ast.stmt], int]:
     """The innermost run of statements that holds the call, and the place of the statement in it."""
-    block, index, statement = _innermost(definition.body, call)
+    block, index, statement = innermost_run(definition.body, call)
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         raise NotJoinableError(f"its forward calls {part} in an inner function")
     if _is_compound(statement):
@@ -136,13 +153,14 @@ def _place(definition: ast.FunctionDef, call: ast.Call, part: str) -> tuple[list
     return block, index
 
 
-def _innermost(block: list[ast.stmt], call: ast.Call) -> tuple[list[ast.stmt], int, ast.stmt]:
+def innermost_run(block: list[ast.stmt], call: ast.Call) -> tuple[list[ast.stmt], int, ast.stmt]:
+    """The innermost run of statements below `block` that holds the call, the place of its statement, and that."""
     for index, statement in enumerate(block):
         if not any(node is call for node in ast.walk(statement)):
             continue
         for inner in _blocks(statement):
             if any(node is call for part in inner for node in ast.walk(part)):
-                return _innermost(inner, call)
+                return innermost_run(inner, call)
         return block, index, statement
     raise NotJoinableError("its forward calls a projection in a default value or decorator")
 
@@ -184,7 +202,7 @@ def _check_unchanged(statements: Sequence[ast.stmt], hidden: str, calls: Sequenc
         is_last = statement is statements[-1]
         if not isinstance(statement, _LAST if is_last else _BEFORE):
             raise NotJoinableError("its forward has more than assignments between the projections")
-        targets = _targets(statement)
+        targets = targets_of(statement)
         if not is_last and not all(isinstance(node, ast.Name | ast.Tuple | ast.expr_context) for node in targets):
             raise NotJoinableError("its forward assigns to more than variables between the projections")
         facts = (node.value for node in ast.walk(statement) if isinstance(node, ast.Attribute) and node.attr in _FACTS)
@@ -193,20 +211,21 @@ def _check_unchanged(statements: Sequence[ast.stmt], hidden: str, calls: Sequenc
             if isinstance(node, ast.Name) and node.id == hidden and id(node) not in allowed:
                 does = "uses" if isinstance(node.ctx, ast.Load) else "binds"
                 raise NotJoinableError(f"its forward {does} {hidden} between the projections")
-            if _is_in_place(node):
+            if is_in_place(node):
                 raise NotJoinableError("its forward changes a tensor in place between the projections")
             if isinstance(node, ast.Yield | ast.YieldFrom | ast.Await):
                 raise NotJoinableError("its forward is left between the projections")
 
 
-def _targets(statement: ast.stmt) -> list[ast.AST]:
+def targets_of(statement: ast.stmt) -> list[ast.AST]:
     """What an assignment binds, as every node in it."""
     if isinstance(statement, ast.AnnAssign):
         return list(ast.walk(statement.target))
     return [node for target in getattr(statement, "targets", ()) for node in ast.walk(target)]
 
 
-def _is_in_place(node: ast.AST) -> bool:
+def is_in_place(node: ast.AST) -> bool:
+    """Whether a node may change a tensor, as far as its text shows."""
     if isinstance(node, ast.Call):
         called = str(getattr(node.func, "attr", None) or getattr(node.func, "id", ""))
         named = any(keyword.arg in ("out", "inplace") for keyword in node.keywords)

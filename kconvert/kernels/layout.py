@@ -17,10 +17,10 @@ from typing import Any, ClassVar, cast
 from torch import nn
 
 from kconvert.kernels.classes import derived_class
-from kconvert.kernels.dispatch import Dispatch
+from kconvert.kernels.dispatch import Dispatch, dispatched
 from kconvert.transforms import LayoutSpec, Rule
 
-__all__ = ["Layout", "is_patched", "other_inputs", "patched_class", "stock_class_of", "stock_twin"]
+__all__ = ["Layout", "has_hooks", "is_patched", "other_inputs", "patched_class", "stock_class_of", "stock_twin"]
 
 
 class Layout(nn.Module):
@@ -69,6 +69,10 @@ class Layout(nn.Module):
         """Attributes that a patched class gets once, made from the stock class; the base adds none."""
         return {}
 
+    def kconvert_parts(self) -> Mapping[str, type[Layout]]:
+        """Children that are patched by layouts of their own, which choose their own kernels; the base has none."""
+        return {}
+
     def facts(self) -> dict[str, Any]:
         """What is proven of this module and stored in the manifest, per class; empty where there is nothing."""
         return {}
@@ -83,12 +87,9 @@ def _dispatching_forward(stock: type[nn.Module]) -> Callable[..., Any]:
 
     @wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kernel = self.kconvert_dispatch.kernel_for(self, args, kwargs)
-        if kernel is None:
-            return self.reference(*args, **kwargs)
         if takes_one:  # stock classes do not agree on what the one input is called
-            return kernel.forward(self, *args, *kwargs.values())
-        return kernel.forward(self, *args, **kwargs)
+            return dispatched(self, (*args, *kwargs.values()), {})
+        return dispatched(self, args, kwargs)
 
     return forward
 
@@ -108,6 +109,17 @@ def patched_class(*bases: type) -> type[nn.Module]:
 def is_patched(module: nn.Module) -> bool:
     """Whether `module` is a patched module."""
     return "kconvert_dispatch" in module.__dict__
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module does more than its forward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "_hf_hook" in module.__dict__
+    )
 
 
 def stock_class_of(module: nn.Module) -> type[nn.Module]:

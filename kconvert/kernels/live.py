@@ -133,7 +133,8 @@ def apply_layout_kernel(kernel: type[LayoutKernel], model: Any) -> Any:
         module = model.get_submodule(path)
         named = [kernel.kernel_id(), *module.__dict__.get("kconvert_named", ())]
         module.__dict__["kconvert_named"] = tuple(dict.fromkeys(named))
-        assign_kernels(module, layout, module.__dict__["kconvert_named"], origin="call", with_defaults=False)
+        named = module.__dict__["kconvert_named"]
+        assign_kernels(module, layout, named, origin="call", with_defaults=False, parts_with_defaults=True)
     adopt_model(model, packings)
     return model
 

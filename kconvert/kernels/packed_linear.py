@@ -14,11 +14,12 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from kconvert.kernels.layout import Layout
 from kconvert.transforms import LayoutSpec, Op
 
-__all__ = ["LinearView", "PackedLinearLayout", "join_linears"]
+__all__ = ["LinearView", "PackedLinearLayout", "call_linear", "join_linears"]
 
 
 class LinearView:
@@ -85,6 +86,14 @@ def _is_plain(linear: nn.Module, *, offloaded: bool) -> bool:
         linear._backward_pre_hooks,
     )
     return type(linear) is nn.Linear and not any(hooks) and not is_replaced
+
+
+def call_linear(linear: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """`linear(hidden)`, without `nn.Module.__call__` where that does nothing more: it takes longer than a small product."""
+    if torch.compiler.is_compiling() or not _is_plain(linear, offloaded=False) or _has_any_global_hook():
+        return cast("torch.Tensor", linear(hidden))
+    own = linear._parameters
+    return F.linear(hidden, cast("torch.Tensor", own["weight"]), own["bias"])
 
 
 def _joined_children(spec: LayoutSpec) -> dict[str, tuple[str, ...]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -52,10 +53,11 @@ def qualify(
     found: dict[tuple[str, ...], str | None] = {}
     for paths in places:
         modules = [model.get_submodule(path) for path in paths]
+        weights = [weight for module in modules for weight in module.parameters()]
         taken = [weight for path, module in zip(paths, modules, strict=True) for weight in _taken(layout, path, module)]
         if any(id(weight) in shared for weight in taken):
             found[paths] = "shares parameters with another module"
-        elif any(weight.is_meta for module in modules for weight in module.parameters()) or not taken:
+        elif any(weight.is_meta for weight in weights) or (weights and layout.spec.rules and not taken):
             found[paths] = "has parameters that are not in memory"
         elif not layout.takes_one_tensor and paths[0] not in calls:
             found[paths] = f"cannot be tried: {failure or 'a forward on tokens does not reach it'}"
@@ -124,7 +126,8 @@ def _refusal(
         call: what the model gives to the (one) module; without it a random tensor is made.
         supports: what else is asked of the packed copy.
     """
-    weight = next(modules[0].parameters())
+    # a module without any takes rows of every size
+    weight = next(chain(modules[0].parameters(), modules[0].buffers()), torch.empty(48))
     if call is None:
         rows = torch.randn(2, 3, weight.shape[-1], generator=torch.Generator().manual_seed(0))
         call = Call((rows.to(device=weight.device, dtype=weight.dtype),), {}, None)

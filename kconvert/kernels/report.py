@@ -139,7 +139,8 @@ def build_report(model: nn.Module) -> Report:
     """The report of a model, patched or not."""
     modules = []
     for path, module, dispatch in _patched_modules(model):
-        device = module_device(module)
+        # a module without parameters is where its model is
+        device = module_device(module if any(True for _ in module.parameters()) else model)
         nothing = Selection(None, ())
         training = dispatch.selection(device, Mode.TRAINING) or nothing
         modules.append(

@@ -12,14 +12,27 @@ import inspect
 import linecache
 import textwrap
 from collections.abc import Iterator
+from functools import lru_cache
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
-__all__ = ["NotJoinableError", "compile_like", "parse_function", "redecorate"]
+__all__ = ["NotJoinableError", "compile_like", "parse_function", "redecorate", "unwrapped"]
 
 
 class NotJoinableError(Exception):
     """Why a forward cannot be changed; never leaves the layout that asked."""
+
+
+def unwrapped(forward: Any) -> FunctionType:
+    """The function below the decorators of a forward.
+
+    Raises:
+        NotJoinableError: it is no Python function.
+    """
+    function = inspect.unwrap(forward)
+    if not isinstance(function, FunctionType):
+        raise NotJoinableError("its forward is no Python function")
+    return function
 
 
 def parse_function(function: FunctionType) -> tuple[ast.FunctionDef, str]:
@@ -60,11 +73,17 @@ def _check_source(function: FunctionType) -> None:
     """
     real = function.__code__
     try:
-        module = compile("".join(linecache.getlines(real.co_filename)), real.co_filename, "exec", dont_inherit=True)
+        keys = _keys_in("".join(linecache.getlines(real.co_filename)), real.co_filename)
     except (SyntaxError, ValueError):
         raise NotJoinableError("the source of its forward is not at hand") from None
-    if not any(_key(code) == _key(real) for code in _codes(module)):
+    if _key(real) not in keys:
         raise NotJoinableError("the source of its forward is not that of the function")
+
+
+@lru_cache(maxsize=4)  # one function is looked at several times, and a long file takes long
+def _keys_in(text: str, filename: str) -> frozenset[tuple[object, ...]]:
+    """Of every function in a file."""
+    return frozenset(map(_key, _codes(compile(text, filename, "exec", dont_inherit=True))))
 
 
 def _key(code: CodeType) -> tuple[object, ...]:

@@ -12,7 +12,7 @@ import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -190,6 +190,8 @@ def choose_kernels(root: nn.Module, manifest: Manifest, *, prefix: str = "") -> 
         layout = load_layout(str(module.__dict__.get("kconvert_layout"))) if path in named else None
         if layout is not None:  # a kernel package runs in any dtype and place
             assign_kernels(module, layout, named[path], origin="recipe", with_defaults=True)
+            for patched in filter(is_patched, module.modules()):
+                cast("Dispatch", patched.kconvert_dispatch).raise_failures()
 
 
 @contextmanager

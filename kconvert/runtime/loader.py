@@ -25,7 +25,7 @@ from kconvert.errors import (
 )
 from kconvert.files import blob_folders
 from kconvert.kernels.assign import assign_kernels, assign_selections
-from kconvert.kernels.layout import Layout
+from kconvert.kernels.layout import Layout, is_patched
 from kconvert.kernels.model import converted_class
 from kconvert.kernels.packages import PackageClasses, check_trust, copy_package, import_package
 from kconvert.kernels.registry import get_known_kernel
@@ -64,7 +64,7 @@ def load_converted(
         device_map: as in `from_pretrained`.
         kernels: "auto" for the recipe's candidates and then the layouts' defaults, "reference" for the stock
             arithmetic, or a list of kernel IDs that alone may run.
-        strict: raise where a module would run its reference.
+        strict: raise where a module would run its reference, also where a kernel fails at its first call.
         trust_remote_code: run kernel packages, and model code, that come with the directory.
         trust_kernels: package ID to digest; trusts just these packages.
         from_pretrained_kwargs: anything else that `from_pretrained` takes.
@@ -223,6 +223,8 @@ def _assign(model: Any, patches: Sequence[ResolvedPatch], kernels: str | Sequenc
             if patch.layout is not None:
                 _check_facts(patch, module)
             selection = _assign_module(patch, module, kernels)
+            for patched in filter(is_patched, module.modules()):
+                patched.kconvert_dispatch.strict = strict
             if selection.kernel_id is None:
                 fallbacks.append((selection.reasons(), paths[0]))
     why, where = next((item for item in fallbacks if item[0]), fallbacks[0] if fallbacks else ("", ""))

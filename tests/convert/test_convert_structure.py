@@ -60,7 +60,7 @@ def stock(directory: Path) -> Any:
         ),
         ("head_dim", 2, ["'model.layers.0.self_attn.k_norm.weight' is [4] in the checkpoint and [2] in the model"]),
         ("vocab_size", 11, ["'lm_head.weight' is [10, 8] in the checkpoint and [11, 8] in the model"]),
-        ("num_hidden_layers", 3, ["the checkpoint does not have 'model.layers.2.input_layernorm.weight'"]),
+        ("num_hidden_layers", 3, ["'model.layers.2.self_attn.q_proj.weight'"]),
         ("attention_bias", True, ["the model needs 'model.layers.0.self_attn.o_proj.bias'", "(4 missing)"]),
     ],
 )

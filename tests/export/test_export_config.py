@@ -164,7 +164,7 @@ def test_every_reason_has_a_line(qwen3_dir: Path, tmp_path: Path, capsys: pytest
 
 def test_an_activation_that_the_export_has_not_is_refused(tmp_path: Path) -> None:
     """The conversion allows it: the reference runs any activation."""
-    source = save_tiny(tmp_path / "source", "qwen3", hidden_act="gelu")
+    source = save_tiny(tmp_path / "source", "qwen3", hidden_act="relu")
     converted = convert("qwen3", source, tmp_path / "out").output
     with pytest.raises(KernelRefusedError, match=r"Qwen3MLP: its forward is not down\(act\(gate\) \* up\)") as caught:
         kernel_config(converted, HUB)

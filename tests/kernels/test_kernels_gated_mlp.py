@@ -1,4 +1,7 @@
-"""Gated MLP: order of gate and up by value, which forwards are SwiGLU, and the CPU kernel against its reference."""
+"""Gated MLP: order of gate and up by value, which forwards are SwiGLU or GeGLU, and the CPU kernels against the reference.
+
+The CUDA kernels' device code runs in `tests/triton`; here it is what they accept and what a compiler sees of them.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GemmaConfig, Llama4TextConfig
+from transformers import DINOv3ViTConfig, GemmaConfig, Llama4TextConfig, PixtralVisionConfig, ZambaConfig
+from transformers.models.dinov3_vit.modeling_dinov3_vit import DINOv3ViTGatedMLP
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.llama4.modeling_llama4 import Llama4TextMLP
+from transformers.models.pixtral.modeling_pixtral import PixtralMLP
+from transformers.models.zamba.modeling_zamba import ZambaMLP
 
+from kconvert.errors import KernelUnavailableError
+from kconvert.kernels.ops.gated_mlp import layout
 from kconvert.kernels.ops.gated_mlp.cpu import CpuFusedGeGLU, CpuFusedSwiGLU, gated_product_cpu
-from kconvert.kernels.ops.gated_mlp.layout import GatedMLPLayout, prove_activation
+from kconvert.kernels.ops.gated_mlp.cuda import CudaFusedGeGLU, CudaFusedSwiGLU
+from kconvert.kernels.ops.gated_mlp.layout import ACTIVATIONS, GatedMLPLayout, gelu_of, prove_activation
+from kconvert.kernels.packed_linear import call_linear
 from tests.support import tiny_config, tiny_model
 
 TOLERANCES: dict[torch.dtype, dict[str, Any]] = {
@@ -24,7 +34,8 @@ TOLERANCES: dict[torch.dtype, dict[str, Any]] = {
     torch.float16: {"rtol": 2**-9, "atol": 2**-9},
 }
 SHAPES = [(1, 1, 7), (3, 577), (2, 5, 2048)]
-NOT_GATED = "its forward is not down(act(gate) * up) with silu or gelu_tanh"
+MODULES: dict[str, nn.Module] = {"silu": nn.SiLU(), "gelu": nn.GELU(), "gelu_tanh": nn.GELU(approximate="tanh")}
+NOT_GATED = "its forward is not down(act(gate) * up) with silu, gelu or gelu_tanh"
 
 
 class GatedMLP(nn.Module):
@@ -159,21 +170,50 @@ def test_modules_of_another_structure(name: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("activation", "not_silu", "not_gelu_tanh"),
+    ("activation", "not_swiglu", "not_geglu"),
     [
-        ("silu", None, "its activation is silu, not gelu_tanh"),
-        ("swish", None, "its activation is silu, not gelu_tanh"),
+        ("silu", None, "its activation is silu, not gelu or gelu_tanh"),
+        ("swish", None, "its activation is silu, not gelu or gelu_tanh"),
+        ("gelu", "its activation is gelu, not silu", None),
+        ("gelu_python", "its activation is gelu, not silu", None),
         ("gelu_pytorch_tanh", "its activation is gelu_tanh, not silu", None),
         ("gelu_new", "its activation is gelu_tanh, not silu", None),
-        ("gelu", NOT_GATED, NOT_GATED),
         ("quick_gelu", NOT_GATED, NOT_GATED),
+        ("gelu_10", NOT_GATED, NOT_GATED),
         ("relu", NOT_GATED, NOT_GATED),
     ],
 )
-def test_the_activation_is_proven(activation: str, not_silu: str | None, not_gelu_tanh: str | None) -> None:
+def test_the_activation_is_proven(activation: str, not_swiglu: str | None, not_geglu: str | None) -> None:
     packed: Any = GatedMLPLayout.patch([LlamaMLP(tiny_config("llama", hidden_act=activation))])
-    assert prove_activation(packed, "silu") == CpuFusedSwiGLU.supports(packed) == not_silu
-    assert prove_activation(packed, "gelu_tanh") == CpuFusedGeGLU.supports(packed) == not_gelu_tanh
+    assert CpuFusedSwiGLU.supports(packed) == CudaFusedSwiGLU.supports(packed) == not_swiglu
+    assert CpuFusedGeGLU.supports(packed) == CudaFusedGeGLU.supports(packed) == not_geglu
+
+
+@pytest.mark.parametrize(("activation", "name"), [("gelu", "gelu"), ("gelu_new", "gelu_tanh")])
+def test_the_two_kinds_of_gelu_are_told_apart(activation: str, name: str) -> None:
+    packed: Any = GatedMLPLayout.patch([LlamaMLP(tiny_config("llama", hidden_act=activation))])
+    (other,) = {"gelu", "gelu_tanh"} - {name}
+    assert prove_activation(packed, name) is None
+    assert prove_activation(packed, other) == f"its activation is {name}, not {other}"
+    assert gelu_of(packed) == name
+
+
+def test_a_module_without_gelu_has_none() -> None:
+    packed: Any = GatedMLPLayout.patch([LlamaMLP(tiny_config("llama"))])
+    with pytest.raises(KernelUnavailableError, match="its activation is silu, not gelu or gelu_tanh"):
+        CpuFusedGeGLU.forward(packed, torch.randn(1, 8))
+
+
+def test_the_activation_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: Any = GatedMLPLayout.patch([LlamaMLP(tiny_config("llama", hidden_act="gelu"))])
+    assert CudaFusedGeGLU.supports(packed) is None
+
+    def again(*_: Any) -> None:
+        raise AssertionError("looked for again")
+
+    monkeypatch.setattr(layout, "_find_activation", again)
+    assert CpuFusedGeGLU.supports(packed) is None
+    assert gelu_of(packed) == "gelu"
 
 
 @pytest.mark.parametrize(
@@ -185,8 +225,11 @@ def test_the_activation_is_proven(activation: str, not_silu: str | None, not_gel
         (lambda: LlamaMLP(tiny_config("llama", hidden_size=8, hidden_act="gelu_new", mlp_bias=True)), CpuFusedGeGLU),
         (lambda: Llama4TextMLP(Llama4TextConfig(hidden_size=8, intermediate_size_mlp=12)), CpuFusedSwiGLU),
         (lambda: Llama4TextMLP(Llama4TextConfig(hidden_size=8, hidden_act="gelu_pytorch_tanh")), CpuFusedGeGLU),
+        (lambda: PixtralMLP(PixtralVisionConfig(hidden_size=8, intermediate_size=12)), CpuFusedGeGLU),
+        (lambda: DINOv3ViTGatedMLP(DINOv3ViTConfig(hidden_size=8, intermediate_size=12)), CpuFusedGeGLU),
+        (lambda: ZambaMLP(ZambaConfig(hidden_size=8, intermediate_size=12)), CpuFusedGeGLU),
     ],
-    ids=["gemma default", "gemma silu", "bias", "bias gelu", "llama4", "llama4 gelu"],
+    ids=["gemma", "gemma silu", "bias", "bias gelu", "llama4", "llama4 gelu", "pixtral", "dinov3", "zamba"],
 )
 def test_the_kernel_follows_the_activation_wherever_the_class_keeps_it(build: Any, kernel: Any) -> None:
     """A19: Gemma's config calls it hidden_act or hidden_activation, Llama 4's MLP activation_fn."""
@@ -202,7 +245,24 @@ def test_the_kernel_follows_the_activation_wherever_the_class_keeps_it(build: An
         assert str(other.supports(packed)).startswith("its activation is ")
         assert torch.equal(packed.reference(hidden), expected)
         torch.testing.assert_close(kernel.forward(packed, hidden), expected, rtol=1e-5, atol=1e-5)
-        assert not torch.allclose(other.forward(packed, hidden), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("build", "other"),
+    [
+        (lambda: PixtralMLP(PixtralVisionConfig(hidden_size=8, intermediate_size=12)), "gelu_tanh"),
+        (lambda: GemmaMLP(GemmaConfig(hidden_size=8, intermediate_size=12)), "gelu"),
+    ],
+    ids=["pixtral", "gemma"],
+)
+def test_the_other_gelu_would_show(build: Any, other: str) -> None:
+    packed: Any = GatedMLPLayout.patch([build()])
+    hidden = 3 * torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for parameter in packed.parameters():
+            parameter.normal_(std=0.5)
+        wrong = packed.down_proj(gated_product_cpu(packed.gate_up_proj(hidden), other))
+        assert not torch.allclose(wrong, packed.reference(hidden), rtol=1e-5, atol=1e-5)
 
 
 def test_gemma_2_keeps_its_activation_under_another_key() -> None:
@@ -281,14 +341,16 @@ def _random(hidden: int, inner: int, dtype: torch.dtype, *, bias: bool) -> Gated
     return module.to(dtype)
 
 
-@pytest.mark.parametrize("kernel", [CpuFusedSwiGLU, CpuFusedGeGLU], ids=lambda kernel: kernel.activation)
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_kernel_against_the_stock_forward(bias: bool, dtype: torch.dtype, shape: tuple[int, ...], kernel: Any) -> None:
+def test_kernel_against_the_stock_forward(
+    bias: bool, dtype: torch.dtype, shape: tuple[int, ...], activation: str
+) -> None:
     module = _random(shape[-1], 33, dtype, bias=bias)
-    if kernel is CpuFusedGeGLU:
-        module.act_fn = nn.GELU(approximate="tanh")
+    module.act_fn = MODULES[activation]
+    kernel: Any = CpuFusedSwiGLU if activation == "silu" else CpuFusedGeGLU
     hidden = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     before, expected = hidden.clone(), module(hidden).detach()
     with torch.no_grad():
@@ -333,7 +395,7 @@ def test_gradients_against_the_reference(shape: tuple[int, ...]) -> None:
 def test_in_place_and_not_in_place_give_the_same_bits(dtype: torch.dtype) -> None:
     packed = torch.randn(3, 10, generator=torch.Generator().manual_seed(0)).to(dtype)
     gate, up = packed.chunk(2, -1)
-    for name, activated in {"silu": F.silu(gate), "gelu_tanh": F.gelu(gate, approximate="tanh")}.items():
+    for name, activated in ((name, module(gate)) for name, module in MODULES.items()):
         assert torch.equal(gated_product_cpu(packed.clone(), name), activated * up)
         assert torch.equal(gated_product_cpu(packed.clone().requires_grad_(), name).detach(), activated * up)
 
@@ -388,3 +450,67 @@ def test_gradients_of_inputs_through_frozen_weights() -> None:
     CpuFusedSwiGLU.forward(packed, hidden).sum().backward()
     assert hidden.grad is not None
     assert float(hidden.grad.abs().max()) > 0
+
+
+# --- what a CUDA kernel does beside its device code -----------------------------------------------------
+
+
+@pytest.mark.parametrize(("activation", "kernel"), [("silu", CudaFusedSwiGLU), ("gelu", CudaFusedGeGLU)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_compiler_sees_plain_torch_in_the_cuda_kernel(activation: str, kernel: Any, bias: bool) -> None:
+    module = _random(8, 12, torch.float32, bias=bias)
+    module.act_fn = MODULES[activation]
+    packed: Any = GatedMLPLayout.patch([module])
+    assert kernel.supports(packed) is None
+    compiled = torch.compile(lambda x: kernel.forward(packed, x), fullgraph=True, backend="eager")
+    grads = []
+    for run in (packed.reference, compiled):
+        packed.zero_grad()
+        hidden = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        found = run(hidden)
+        found.pow(2).sum().backward()
+        grads.append([found, hidden.grad, *(parameter.grad for parameter in packed.parameters())])
+    for expected, made in zip(*grads, strict=True):
+        assert expected is not None
+        torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
+
+
+class _Doubled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def _changed(name: str) -> nn.Linear:
+    linear = _Doubled(8, 6) if name == "subclass" else nn.Linear(8, 6)
+    if name == "forward":
+        linear.__dict__["forward"] = lambda x: 2 * nn.Linear.forward(linear, x)  # as accelerate sets it
+    elif name == "hook":
+        linear.register_forward_hook(lambda module, args, found: 2 * found)
+    elif name == "pre-hook":
+        linear.bias = None  # type: ignore[assignment]
+        linear.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    return linear
+
+
+@pytest.mark.parametrize("name", ["subclass", "forward", "hook", "pre-hook"])
+def test_a_linear_that_is_more_than_that_is_called(name: str) -> None:
+    linear, hidden = _changed(name), torch.randn(3, 8)
+    expected = 2 * F.linear(hidden, linear.weight, linear.bias)
+    torch.testing.assert_close(call_linear(linear, hidden), expected)
+
+
+def test_a_linear_is_called_where_hooks_are_on_all_modules() -> None:
+    linear, hidden = nn.Linear(8, 6), torch.randn(3, 8)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, found: 2 * found)
+    try:
+        torch.testing.assert_close(call_linear(linear, hidden), 2 * F.linear(hidden, linear.weight, linear.bias))
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_plain_linear_is_not_called(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, hidden = nn.Linear(8, 6, bias=bias), torch.randn(3, 8)
+    expected = linear(hidden)
+    monkeypatch.setattr(nn.Module, "__call__", None)
+    assert torch.equal(call_linear(linear, hidden), expected)

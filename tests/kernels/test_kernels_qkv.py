@@ -345,6 +345,16 @@ def test_gradients_are_those_of_stock(kind: str, values: dict[str, Any], checkpo
             torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(("kind", "values", "keeps"), [("qwen2", {}, True), ("olmo", {"clip_qkv": 0.2}, False)])
+def test_parts_are_split_where_nothing_changes_them_in_place(kind: str, values: dict[str, Any], keeps: bool) -> None:
+    """Autograd then makes one gradient of the whole projection, not one for each part."""
+    model, _ = live(kind, **values)
+    attention = model.model.layers[0].self_attn
+    q, _, v = attention.kconvert_project("qkv_proj", torch.randn(1, 3, 32))
+    assert (q.grad_fn.name() == v.grad_fn.name() == "SplitWithSizesBackward0") == keeps
+    assert type(attention).kconvert_keeps_parts is keeps
+
+
 def test_compiled_and_exported_attention_is_the_eager_one() -> None:
     model, stock = live("gemma2", **SHIPPED["gemma2"])
     torch._dynamo.reset()

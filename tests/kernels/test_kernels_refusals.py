@@ -180,7 +180,7 @@ def test_the_proof_leaves_training_flags_alone(training: bool, p: float) -> None
     before = {name: each.training for name, each in packed.named_modules()}
     assert set(before.values()) == {True, False}
     why = prove_activation(packed, "silu")
-    assert why == (None if p == 0.0 else "its forward is not down(act(gate) * up) with silu or gelu_tanh")
+    assert why == (None if p == 0.0 else "its forward is not down(act(gate) * up) with silu, gelu or gelu_tanh")
     assert {name: each.training for name, each in packed.named_modules()} == before
 
 

@@ -39,7 +39,8 @@ from tests.support import tiny_model
 BUILT_IN = {
     f"{device}_fused_{name}": DeviceType(device)
     for device in ("cpu", "cuda", "npu")
-    for name in ("rmsnorm", "swiglu", "geglu", "qkv", "rmsnorm_swiglu")
+    for name in ("rmsnorm", "gated_rmsnorm", "swiglu", "geglu", "qkv", "rope", "moe", "rmsnorm_swiglu", "decoder_layer")
+    if (device, name) not in (("cpu", "rope"), ("npu", "decoder_layer"))
 }
 
 
@@ -164,7 +165,8 @@ def test_specs_and_classes_agree() -> None:
 
 def test_fusion_kernels_are_not_default() -> None:
     assert {kernel_id for kernel_id, kernel in Registry.catalog().items() if not kernel.default} == {
-        kernel_id for kernel_id in BUILT_IN if kernel_id.endswith("rmsnorm_swiglu")
+        "cuda_fused_gated_rmsnorm",
+        *(kernel_id for kernel_id in BUILT_IN if kernel_id.endswith(("rmsnorm_swiglu", "decoder_layer"))),
     }
 
 
@@ -174,11 +176,12 @@ def test_fusion_kernels_are_not_default() -> None:
 def test_cpu_kernels_run_and_others_say_why_not() -> None:
     for kernel_id, kernel in Registry.catalog().items():
         reason = check_deps_reason(kernel)
-        if BUILT_IN[kernel_id] is DeviceType.CPU:
-            assert reason is None
-        else:
+        device = BUILT_IN[kernel_id]
+        assert kernel.has_device_code() == (device in (DeviceType.CPU, DeviceType.CUDA))
+        if device is DeviceType.NPU:
             assert reason == "not in this version of kconvert"
-        assert kernel.has_device_code() == (reason is None)
+        else:
+            assert reason == device_reason(device)
 
 
 def test_a_kernel_with_code_asks_for_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

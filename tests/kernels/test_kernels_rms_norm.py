@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4UnweightedRMSNorm
+from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaWeightlessRMSNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+from transformers.models.hy_v4.modeling_hy_v4 import HYV4UnweightedRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -239,9 +245,67 @@ def test_a_gated_norm_is_no_plain_norm(cls: Any) -> None:
     assert torch.equal(RMSNormLayout.patch([module])(hidden, gate), expected)
 
 
+def _buffered(self: Any, hidden_states: torch.Tensor) -> Any:
+    return Base.forward(self, hidden_states) * self.scale.to(hidden_states.dtype)
+
+
+def test_a_buffer_that_happens_to_change_nothing_is_found_out() -> None:
+    module = type("OtherRMSNorm", (Base,), {"forward": _buffered})(eps=1e-6)
+    module.register_buffer("scale", torch.ones(8))
+    assert prove_variant(module).why_not == "its forward is no known RMSNorm variant"
+    assert torch.equal(module.scale, torch.ones(8))
+    idle = FalconMambaWeightlessRMSNorm(8)  # has a buffer that it does not read
+    assert prove_variant(idle) == RMSNormVariant(1e-6, has_weight=False)
+
+
+@pytest.mark.parametrize("where", ["inference mode", "no grad", "default dtype", "default device"])
+def test_the_proof_does_not_depend_on_where_it_is_asked_for(where: str) -> None:
+    module = type("FreshRMSNorm", (LlamaRMSNorm,), {})(8)  # of which nothing is known yet
+    contexts: dict[str, Any] = {
+        "inference mode": torch.inference_mode(),
+        "no grad": torch.no_grad(),
+        "default dtype": nullcontext(),
+        "default device": torch.device("meta"),
+    }
+    torch.set_default_dtype(torch.bfloat16 if where == "default dtype" else torch.float32)
+    try:
+        with contexts[where]:
+            assert prove_variant(module) == RMSNormVariant(1e-6)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _detached(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    return Base.forward(self, hidden_states.detach())
+
+
+def test_a_forward_without_its_gradients_is_found_out() -> None:
+    module = type("OtherRMSNorm", (Base,), {"forward": _detached})(eps=1e-6)
+    assert prove_variant(module).why_not == "its gradients are not those of its forward"
+
+
+@pytest.mark.parametrize("make", [Llama4TextL2Norm, lambda: Gemma4RMSNorm(8, with_scale=False)])
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+def test_a_norm_without_a_weight(make: Callable[[], Any], dtype: torch.dtype) -> None:
+    module = make()
+    assert RMSNormLayout.unfit([module]) is None
+    assert prove_variant(module) == RMSNormVariant(1e-6, has_weight=False)
+    hidden = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected, found = module(hidden), _run(module, hidden)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected, **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("cls", [DeepseekV4UnweightedRMSNorm, HYV4UnweightedRMSNorm])
+def test_what_is_no_norm_without_a_weight(cls: Any) -> None:
+    assert RMSNormLayout.unfit([cls()]) is None
+    assert prove_variant(cls()).why_not == "its forward is no known RMSNorm variant"
+    assert RMSNormLayout.unfit([nn.Dropout()]) == "has no eps"
+
+
 def test_modules_of_another_structure() -> None:
     assert RMSNormLayout.unfit([nn.LayerNorm(8)]) == "has other parameters than one weight"
-    assert RMSNormLayout.unfit([OlmoLayerNorm(8)]) == "has other parameters than one weight"
+    assert RMSNormLayout.unfit([OlmoLayerNorm(8)]) == "has no eps"
     assert RMSNormLayout.unfit([nn.Linear(8, 8, bias=False)]) == "its weight is not one-dimensional"
     assert prove_variant(OlmoLayerNorm(8)).why_not is not None
 

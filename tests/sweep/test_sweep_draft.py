@@ -68,7 +68,7 @@ def test_modules_that_differ_get_number_sets_and_kernels_of_their_own() -> None:
     assert list(entries(draft, "qkv_proj")) == ["model.layers.*.self_attn"]
     (odd,) = [entry for entry in draft.entries if entry.not_supported]
     assert odd.modules == ("model.layers.5.mlp",)
-    assert odd.not_supported == "its forward is not down(act(gate) * up) with silu or gelu_tanh"
+    assert odd.not_supported == "its forward is not down(act(gate) * up) with silu, gelu or gelu_tanh"
     (left,) = draft.left_out
     assert (left.layout, left.class_name, left.pattern) == ("gated_mlp", "LlamaMLP", "model.layers.3.mlp")
     assert left.reason == "has hooks on its parts"
@@ -81,9 +81,7 @@ def test_the_text_says_what_was_left_out_and_why() -> None:
         "# Left out:",
         '#   gated_mlp at "model.layers.3.mlp": LlamaMLP has hooks on its parts.',
     ]
-    comment = (
-        "  # The reference runs here, no kernel does: its forward is not down(act(gate) * up) with silu or gelu_tanh."
-    )
+    comment = "  # The reference runs here, no kernel does: its forward is not down(act(gate) * up) with silu, gelu or gelu_tanh."
     assert lines[lines.index(comment) + 2] == '    replace: {class: LlamaMLP, path: "model.layers.5.mlp"}'
     parsed = parse_recipe(text, "draft")
     assert len(resolve_recipe(parsed).entries) == len(draft_recipe(odd_model()).entries)

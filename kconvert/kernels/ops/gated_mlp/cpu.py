@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from kconvert.kernels.base import DeviceType, LayoutKernel
-from kconvert.kernels.ops.gated_mlp.layout import ACTIVATIONS, GatedMLPLayout, prove_activation
+from kconvert.kernels.ops.gated_mlp.layout import ACTIVATIONS, GELUS, GatedMLPLayout, gelu_of, prove_activation
 from kconvert.kernels.registry import register_kernel
 
 __all__ = ["CpuFusedGeGLU", "CpuFusedSwiGLU", "gated_product_cpu"]
@@ -29,12 +29,12 @@ class _CpuGatedMLP(LayoutKernel):
 
     _device = DeviceType.CPU
     layout = GatedMLPLayout
-    activation: ClassVar[str]
+    activations: ClassVar[tuple[str, ...]]
 
     @classmethod
     def supports(cls, module: nn.Module) -> str | None:
-        """Only where the stock forward is proven to be `down(act(gate) * up)` with this activation."""
-        return prove_activation(cast("GatedMLPLayout", module), cls.activation)
+        """Only where the stock forward is proven to be `down(act(gate) * up)` with one of these activations."""
+        return prove_activation(cast("GatedMLPLayout", module), *cls.activations)
 
 
 def _run(module: nn.Module, hidden_states: torch.Tensor, activation: str) -> torch.Tensor:
@@ -47,7 +47,7 @@ class CpuFusedSwiGLU(_CpuGatedMLP):
     """The gated MLP with silu (SwiGLU)."""
 
     _kernel_id = "cpu_fused_swiglu"
-    activation = "silu"
+    activations = ("silu",)
 
     @staticmethod
     def forward(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -57,12 +57,12 @@ class CpuFusedSwiGLU(_CpuGatedMLP):
 
 @register_kernel
 class CpuFusedGeGLU(_CpuGatedMLP):
-    """The gated MLP with gelu in its tanh form (GeGLU), as Gemma has it."""
+    """The gated MLP with gelu (GeGLU), exact or, as Gemma has it, in its tanh form."""
 
     _kernel_id = "cpu_fused_geglu"
-    activation = "gelu_tanh"
+    activations = GELUS
 
     @staticmethod
     def forward(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         """`hidden_states` `[..., hidden]` to the same shape."""
-        return _run(module, hidden_states, "gelu_tanh")
+        return _run(module, hidden_states, gelu_of(cast("GatedMLPLayout", module)))

@@ -1,25 +1,78 @@
-"""Packed gated MLP on CUDA: the IDs, so that recipes can name them; the device code is still to come."""
+"""Packed gated MLP on CUDA: one GEMM for gate and up, the gated activation in one Triton kernel, the down projection.
 
-from kconvert.kernels.base import DeviceType, LayoutKernel
-from kconvert.kernels.ops.gated_mlp.layout import GatedMLPLayout
+In training the packed projection is all that is kept for the backward.  Where a compiler traces the model, the
+activation is written in plain torch, which it fuses itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import ClassVar, cast
+
+import torch
+from torch import nn
+
+from kconvert.kernels.cuda import CudaKernel
+from kconvert.kernels.gated_variant import GatedVariant, gated_formula
+from kconvert.kernels.ops.gated_mlp.layout import GELUS, GatedMLPLayout, gelu_of, prove_activation
+from kconvert.kernels.packed_linear import call_linear
 from kconvert.kernels.registry import register_kernel
 
 __all__ = ["CudaFusedGeGLU", "CudaFusedSwiGLU"]
 
+_SILU = GatedVariant("silu")
+_GELUS = {name: GatedVariant(name) for name in GELUS}
+
+
+@cache
+def _device_code() -> Callable[[torch.Tensor, GatedVariant], torch.Tensor]:
+    from kconvert.kernels.triton.gated_act import gated_act
+
+    return gated_act
+
+
+class _CudaGatedMLP(CudaKernel):
+    """The packed projection, the gated activation, and the down projection."""
+
+    layout = GatedMLPLayout
+    dtypes: ClassVar[frozenset[str] | None] = frozenset({"bfloat16", "float16", "float32", "float64"})
+    activations: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def supports(cls, module: nn.Module) -> str | None:
+        """Only where the stock forward is proven to be `down(act(gate) * up)` with one of these activations."""
+        return prove_activation(cast("GatedMLPLayout", module), *cls.activations)
+
+
+def _run(module: nn.Module, hidden_states: torch.Tensor, variant: GatedVariant) -> torch.Tensor:
+    children = module._modules  # getattr finds a child slowly
+    activate = gated_formula if torch.compiler.is_compiling() else _device_code()
+    packed = call_linear(cast("nn.Module", children["gate_up_proj"]), hidden_states)
+    return call_linear(cast("nn.Module", children["down_proj"]), activate(packed, variant))
+
 
 @register_kernel
-class CudaFusedSwiGLU(LayoutKernel):
-    """silu(gate) * up in one CUDA kernel on the packed projection."""
+class CudaFusedSwiGLU(_CudaGatedMLP):
+    """The gated MLP with silu (SwiGLU)."""
 
     _kernel_id = "cuda_fused_swiglu"
-    _device = DeviceType.CUDA
-    layout = GatedMLPLayout
+    activations = ("silu",)
+
+    @staticmethod
+    def forward(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`hidden_states` `[..., hidden]` to the same shape."""
+        return _run(module, hidden_states, _SILU)
 
 
 @register_kernel
-class CudaFusedGeGLU(LayoutKernel):
-    """gelu_tanh(gate) * up in one CUDA kernel on the packed projection."""
+class CudaFusedGeGLU(_CudaGatedMLP):
+    """The gated MLP with gelu (GeGLU), exact or, as Gemma has it, in its tanh form."""
 
     _kernel_id = "cuda_fused_geglu"
-    _device = DeviceType.CUDA
-    layout = GatedMLPLayout
+    activations = GELUS
+
+    @staticmethod
+    def forward(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`hidden_states` `[..., hidden]` to the same shape."""
+        return _run(module, hidden_states, _GELUS[gelu_of(cast("GatedMLPLayout", module))])

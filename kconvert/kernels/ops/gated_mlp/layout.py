@@ -17,17 +17,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kconvert.errors import KernelUnavailableError
 from kconvert.kernels.layout import other_inputs, stock_twin
 from kconvert.kernels.ops.gated_mlp.spec import SPEC
 from kconvert.kernels.packed_linear import PackedLinearLayout
 
-__all__ = ["ACTIVATIONS", "GatedMLPLayout", "prove_activation"]
+__all__ = ["ACTIVATIONS", "GELUS", "GatedMLPLayout", "gelu_of", "prove_activation"]
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
+    "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""What kernels compute, by name; `gelu_tanh` is transformers' `gelu_pytorch_tanh` and `gelu_new`."""
+"""What kernels compute, by name; `gelu` is the exact one, `gelu_tanh` is transformers' `gelu_pytorch_tanh` and `gelu_new`."""
+
+GELUS = ("gelu", "gelu_tanh")
+"""What the kernels called geglu compute."""
+
+_LISTED = f"{', '.join(list(ACTIVATIONS)[:-1])} or {list(ACTIVATIONS)[-1]}"
 
 
 class GatedMLPLayout(PackedLinearLayout):
@@ -61,6 +68,14 @@ class GatedMLPLayout(PackedLinearLayout):
         activation, reason = _find_activation(module)
         return None if activation is not None else f"is built packed, and {reason}"
 
+    @property
+    def kconvert_activation(self) -> tuple[str | None, str]:
+        """The proven activation of this instance, or None and why it is none that is known; found once."""
+        found = self.__dict__.get("kconvert_activation")
+        if found is None:
+            found = self.__dict__["kconvert_activation"] = _find_activation(self)
+        return cast("tuple[str | None, str]", found)
+
 
 def _in_mode(module: nn.Module, training: bool) -> nn.Module:
     """A copy of a module in train or eval mode that shares its parameters and leaves it as it is."""
@@ -70,15 +85,24 @@ def _in_mode(module: nn.Module, training: bool) -> nn.Module:
     return twin
 
 
-def prove_activation(module: GatedMLPLayout, name: str) -> str | None:
-    """Why the stock forward is not `down(act(gate) * up)` with the activation called `name`, or None."""
-    found = module.__dict__.get("kconvert_activation")
-    if found is None:
-        found = module.__dict__["kconvert_activation"] = _find_activation(module)
-    activation, reason = found
+def prove_activation(module: GatedMLPLayout, *names: str) -> str | None:
+    """Why the stock forward is not `down(act(gate) * up)` with one of the activations called `names`, or None."""
+    activation, reason = module.kconvert_activation
     if activation is None:
-        return cast("str", reason)
-    return None if activation == name else f"its activation is {activation}, not {name}"
+        return reason
+    return None if activation in names else f"its activation is {activation}, not {' or '.join(names)}"
+
+
+def gelu_of(module: GatedMLPLayout) -> str:
+    """Which gelu the stock forward has.
+
+    Raises:
+        KernelUnavailableError: it has none.
+    """
+    activation, _ = module.kconvert_activation
+    if activation not in GELUS:
+        raise KernelUnavailableError(str(prove_activation(module, *GELUS)), fix="use the reference")
+    return activation
 
 
 def _find_activation(module: nn.Module) -> tuple[str | None, str]:
@@ -121,5 +145,5 @@ def _find_activation(module: nn.Module) -> tuple[str | None, str]:
                 if not torch.allclose(found, expected, rtol=1e-9, atol=1e-9):
                     del possible[name]
             if not possible:
-                return None, f"its forward is not down(act(gate) * up) with {' or '.join(ACTIVATIONS)}"
+                return None, f"its forward is not down(act(gate) * up) with {_LISTED}"
     return next(iter(possible)), ""

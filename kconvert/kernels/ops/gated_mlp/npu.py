@@ -18,7 +18,7 @@ class NpuFusedSwiGLU(LayoutKernel):
 
 @register_kernel
 class NpuFusedGeGLU(LayoutKernel):
-    """gelu_tanh(gate) * up in one Ascend NPU kernel on the packed projection."""
+    """gelu(gate) * up in one Ascend NPU kernel on the packed projection."""
 
     _kernel_id = "npu_fused_geglu"
     _device = DeviceType.NPU

@@ -21,5 +21,5 @@ SPEC = LayoutSpec(
         KernelEntry("cpu_fused_geglu", "cpu"),
     ),
     module="kconvert.kernels.ops.gated_mlp.layout:GatedMLPLayout",
-    summary="act(gate) * up from one packed gate_up_proj; act is silu (swiglu) or gelu_tanh (geglu)",
+    summary="act(gate) * up from one packed gate_up_proj; act is silu (swiglu) or gelu, exact or tanh (geglu)",
 )

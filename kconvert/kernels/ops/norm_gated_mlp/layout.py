@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from kconvert.kernels.dispatch import Dispatch
+from kconvert.kernels.dispatch import Dispatch, dispatched
 from kconvert.kernels.layout import Layout
 from kconvert.kernels.ops.gated_mlp.layout import GatedMLPLayout
 from kconvert.kernels.ops.norm_gated_mlp.spec import SPEC
@@ -33,9 +33,10 @@ class NormGatedMLPLayout(Layout):
 
     @classmethod
     def unfit(cls, modules: Sequence[nn.Module]) -> str | None:
-        """What either of the two layouts says."""
+        """What either of the two layouts says; the norm has to have a weight."""
         norm, mlp = modules
-        return RMSNormLayout.unfit([norm]) or GatedMLPLayout.unfit([mlp])
+        bare = None if any(True for _ in norm.parameters()) else "its norm has no weight"
+        return RMSNormLayout.unfit([norm]) or bare or GatedMLPLayout.unfit([mlp])
 
     @classmethod
     def patch(cls, modules: Sequence[nn.Module]) -> nn.Module:
@@ -53,8 +54,4 @@ class NormGatedMLPLayout(Layout):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The kernel for the input's device, or the reference."""
-        kernel = self.kconvert_dispatch.kernel_for(self, (hidden_states,), {})
-        return cast(
-            "torch.Tensor",
-            self.reference(hidden_states) if kernel is None else kernel.forward(self, hidden_states),
-        )
+        return cast("torch.Tensor", dispatched(self, (hidden_states,), {}))

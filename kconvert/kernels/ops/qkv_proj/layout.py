@@ -3,59 +3,77 @@
     q, k, v = split( qkv(x) )
 
 Whatever the attention class does with them is its own: norms, rotary embedding, caches, masks, and `o_proj`.
-The three parts may have any number of rows, so grouped and multi-query attention are the same case.
+The three parts may have any number of rows, so grouped and multi-query attention are the same case.  Where the forward
+calls a rotary embedding that is known, there is a second copy that has it and the norms before it as one call.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+import torch
 from torch import nn
 
-from kconvert.kernels.joined_calls import NotJoinableError, join_calls
+from kconvert.kernels.joined_calls import is_in_place, join_calls, stock_definition
 from kconvert.kernels.ops.qkv_proj.spec import SPEC
+from kconvert.kernels.ops.rope.fused import RotatingLayout
 from kconvert.kernels.packed_linear import PackedLinearLayout
+from kconvert.kernels.rope_calls import NotJoinableError, fuse_rope
 
 __all__ = ["QKVProjLayout"]
 
 
-class QKVProjLayout(PackedLinearLayout):
+class QKVProjLayout(RotatingLayout, PackedLinearLayout):
     """`qkv_proj.weight` `[q + k + v rows, hidden]`, `qkv_proj.bias` `[q + k + v rows]` where the parts have one.
 
-    Class attributes of a patched class, plain functions because a compiler has to see through them:
-        kconvert_joined_forward: the stock forward with one projection, or None.
-        kconvert_joined_from: the stock forward that it was made from.
-        kconvert_not_joined: why there is none.
+    Class attributes of a patched class:
+        kconvert_rope_forward: the joined forward with the rotary embedding as one call, or None.
+        kconvert_not_fused: why there is none.
+        kconvert_keeps_parts: whether the forward changes none of q, k and v in place, as far as its text shows.
     """
 
     spec = SPEC
-    takes_one_tensor = False
     qkv_proj: nn.Linear
-    kconvert_joined_forward: ClassVar[Callable[..., Any] | None] = None
-    kconvert_joined_from: ClassVar[Callable[..., Any] | None] = None
-    kconvert_not_joined: ClassVar[str | None] = None
+    kconvert_rope_forward: ClassVar[Callable[..., Any] | None] = None
+    kconvert_not_fused: ClassVar[str | None] = None
+    kconvert_keeps_parts: ClassVar[bool] = False
+
+    @classmethod
+    def join(cls, stock: type[nn.Module]) -> Callable[..., Any]:
+        """The stock forward with one projection."""
+        ((packed, parts),) = cls.kconvert_joined.items()
+        return join_calls(stock, packed, parts)
 
     @classmethod
     def class_members(cls, stock: type[nn.Module]) -> dict[str, Any]:
-        """The joined forward."""
+        """The joined forward, and that with the rotary embedding."""
+        made = super().class_members(stock)
         ((packed, parts),) = cls.kconvert_joined.items()
-        forward, joined, why_not = stock.forward, None, None
+        fused, why_not, keeps_parts = None, None, False
         try:
-            joined = join_calls(stock, packed, parts)
+            definition, _, _ = stock_definition(stock)
+            keeps_parts = not any(map(is_in_place, ast.walk(definition)))
+            fused = fuse_rope(stock, packed=packed, parts=parts)
         except NotJoinableError as error:
             why_not = str(error)
         return {
-            "kconvert_joined_forward": joined,
-            "kconvert_joined_from": forward,
-            "kconvert_not_joined": why_not,
+            **made,
+            "kconvert_rope_forward": fused and fused.forward,
+            "kconvert_not_fused": why_not,
+            "kconvert_ropes": {} if fused is None else fused.variants,
+            "kconvert_keeps_parts": keeps_parts,
         }
 
-    @classmethod
-    def why_not_joined(cls) -> str | None:
-        """Of a patched class; looked at again where somebody has replaced the stock forward since."""
-        stock = cls.kconvert_stock_class
-        if cls.kconvert_joined_from is not stock.forward:
-            for name, value in cls.class_members(stock).items():
-                setattr(cls, name, value)
-        return cls.kconvert_not_joined
+    def kconvert_project(self, packed: str, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """All parts of a packed projection of `hidden` `[..., in]` in one GEMM, each `[..., rows of the part]`.
+
+        `split` gives back one gradient of all parts, where `narrow` makes one of the whole for each; autograd lets nobody
+        change its results in place.
+        """
+        if not self.kconvert_keeps_parts:
+            return super().kconvert_project(packed, hidden)
+        joined: torch.Tensor = cast("nn.Module", self._modules[packed])(hidden)
+        split: tuple[torch.Tensor, ...] = joined.split(self.kconvert_sizes(packed, joined.shape[-1]), dim=-1)
+        return split

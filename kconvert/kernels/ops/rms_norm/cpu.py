@@ -15,16 +15,18 @@ from kconvert.kernels.registry import register_kernel
 __all__ = ["CpuFusedRMSNorm", "rms_norm_cpu", "rms_norm_torch"]
 
 
-def rms_norm_cpu(hidden: torch.Tensor, weight: torch.Tensor, variant: RMSNormVariant) -> torch.Tensor:
+def rms_norm_cpu(hidden: torch.Tensor, weight: torch.Tensor | None, variant: RMSNormVariant) -> torch.Tensor:
     """`hidden` `[..., n]` normalised over its last dimension; see `rms_norm_formula` for the arithmetic."""
     return rms_norm_torch(hidden, weight, eps=variant.eps, offset=variant.offset, cast_first=variant.cast_first)
 
 
 def rms_norm_torch(
-    hidden: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float, cast_first: bool
+    hidden: torch.Tensor, weight: torch.Tensor | None, *, eps: float, offset: float, cast_first: bool
 ) -> torch.Tensor:
     """`rms_norm_formula` by `torch.nn.functional.rms_norm`; needs nothing but torch, and is exported as it stands."""
     shape = (hidden.shape[-1],)
+    if weight is None:
+        return F.rms_norm(hidden.float(), shape, None, eps).to(hidden.dtype)
     if cast_first:
         scale = weight if offset == 0.0 else offset + weight
         if hidden.dtype == torch.float32 == weight.dtype:
@@ -46,9 +48,10 @@ class CpuFusedRMSNorm(LayoutKernel):
     def forward(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         """`hidden_states` `[..., n]`, any float dtype; the result has the dtype that the stock forward gives."""
         norm = cast("Any", module)
-        if hidden_states.dtype != norm.weight.dtype and not norm.variant.mixes:
+        weight = norm.weight if norm.variant.has_weight else None
+        if weight is not None and hidden_states.dtype != weight.dtype and not norm.variant.mixes:
             return cast("torch.Tensor", norm.reference(hidden_states))
-        return rms_norm_cpu(hidden_states, norm.weight, norm.variant)
+        return rms_norm_cpu(hidden_states, weight, norm.variant)
 
     @classmethod
     def supports(cls, module: nn.Module) -> str | None:

@@ -1,4 +1,4 @@
-"""RMSNorm: the parameter keeps its name and shape, only the forward changes."""
+"""RMSNorm: the parameter, where there is one, keeps its name and shape, only the forward changes."""
 
 from kconvert.transforms import KernelEntry, LayoutSpec, rename
 
@@ -6,7 +6,7 @@ SPEC = LayoutSpec(
     name="rms_norm",
     version=1,
     members=("norm",),
-    rules=(rename("weight"),),
+    rules=(rename("weight", optional=True),),
     kernels=(
         KernelEntry("cuda_fused_rmsnorm", "cuda"),
         KernelEntry("npu_fused_rmsnorm", "npu"),
