@@ -13,6 +13,7 @@ import typer.main
 
 from kconvert import __version__
 from kconvert.cli.apply import apply_command
+from kconvert.cli.bench_kernels import bench_kernels_command
 from kconvert.cli.check_kernel import check_kernel_command
 from kconvert.cli.doctor import doctor_command
 from kconvert.cli.export_kernel_config import export_kernel_config_command
@@ -51,6 +52,7 @@ app.command("inspect", epilog=SEE_EXIT_CODES)(inspect_command)
 app.command("verify", epilog=SEE_EXIT_CODES)(verify_command)
 app.command("revert", epilog=SEE_EXIT_CODES)(revert_command)
 app.command("list-kernels", epilog=SEE_EXIT_CODES)(list_kernels_command)
+app.command("bench-kernels", epilog=SEE_EXIT_CODES)(bench_kernels_command)
 app.command("new-kernel", epilog=SEE_EXIT_CODES)(new_kernel_command)
 app.command("check-kernel", epilog=SEE_EXIT_CODES)(check_kernel_command)
 app.command("doctor", epilog=SEE_EXIT_CODES)(doctor_command)
