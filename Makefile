@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test lint types layers docs docs-check sweep sweep-bake bench check clean
+.PHONY: help demo demo-real test lint types layers docs docs-check sweep sweep-bake sweep-norms bench check clean
 
 help:  ## list the targets
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +52,9 @@ sweep: $(STAMP)  ## try all causal-LM types of transformers, write docs/model-ty
 
 sweep-bake: $(STAMP)  ## bake all types that transformers maps while loading, write the table in docs/baking.md
 	$(BIN)/python -m tests.bake.sweep
+
+sweep-norms: $(STAMP)  ## check what every norm class of transformers computes, write docs/norms.md
+	$(BIN)/python -m tests.norms.sweep
 
 bench: $(STAMP)  ## time `apply` beside cp, a script and other libraries (12 minutes; BENCH="--peer-python PATH")
 	$(BIN)/python benchmarks/rewrite.py $(BENCH)

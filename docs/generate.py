@@ -22,7 +22,7 @@ from kconvert.cli import main as run_kconvert
 from kconvert.cli.app import app
 from kconvert.kernels.specs import layout_specs
 from kconvert.recipe import Patch, Recipe, Target, load_recipe, shipped_recipes
-from kconvert.transforms import LayoutSpec, Rule
+from kconvert.transforms import NOTHING, LayoutSpec, Rule
 
 DOCS = Path(__file__).resolve().parent
 _PART = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -78,7 +78,7 @@ def layouts() -> str:
         parts += [
             f"### `{spec.name}`, version {spec.version}",
             f"{spec.summary}. Takes {_takes(spec)}.",
-            _table(("Source", "Target", "Op"), rules),
+            *([_table(("Source", "Target", "Op"), rules)] if rules else []),
             _table(("Kernel", "Device"), kernels),
         ]
     return "\n\n".join(parts)
@@ -88,6 +88,8 @@ def _takes(spec: LayoutSpec) -> str:
     members = " and ".join(f"the {member} module" for member in spec.members)
     if not spec.takes:
         return f"{members}, whole"
+    if spec.takes == NOTHING:
+        return f"the forward of {members}, and none of its tensors"
     sources = {source.name.partition(".")[0] for rule in spec.rules for source in rule.sources}
     return f"of {members} only {', '.join(f'`{name}`' for name in sorted(sources))}"
 
