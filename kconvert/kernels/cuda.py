@@ -5,8 +5,11 @@ Their device code is in Triton, which is looked for without importing it: it is 
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import ClassVar
+
+from packaging.version import InvalidVersion, Version
 
 from kconvert.kernels.base import DeviceType, LayoutKernel
 
@@ -21,7 +24,18 @@ class CudaKernel(LayoutKernel):
     @classmethod
     def check_deps(cls) -> str | None:
         """Why the kernel cannot run on this machine, or None."""
-        reason = super().check_deps()
-        if reason is None and find_spec("triton") is None:
-            reason = "Triton is not installed: pip install triton"
-        return reason
+        return super().check_deps() or _triton_reason()
+
+
+_OLDEST = "3.6"
+
+
+def _triton_reason() -> str | None:
+    """Why Triton cannot be used, or None; it is not imported."""
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    try:
+        found = Version(version("triton"))
+    except (PackageNotFoundError, InvalidVersion):  # a build of its own, under another name
+        return None
+    return None if found >= Version(_OLDEST) else f"Triton {found} is older than {_OLDEST}"

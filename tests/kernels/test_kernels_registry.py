@@ -31,6 +31,7 @@ from kconvert.kernels import (
 )
 from kconvert.kernels import registry as module
 from kconvert.kernels.assign import layout_kernels, load_layout
+from kconvert.kernels.cuda import CudaKernel
 from kconvert.kernels.device import current_accelerator, device_reason
 from kconvert.kernels.registry import check_deps_reason, get_known_kernel
 from kconvert.kernels.specs import kernel_specs, layout_specs
@@ -194,6 +195,22 @@ def test_a_kernel_with_code_asks_for_its_device(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert check_deps_reason(kernel) is None
     assert current_accelerator() in (DeviceType.CUDA, DeviceType.NPU)
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [("3.6.0", None), ("3.10.1", None), ("3.5.1", "Triton 3.5.1 is older than 3.6"), ("a build of mine", None)],
+)
+def test_cuda_kernels_want_a_triton_that_they_were_tried_on(
+    monkeypatch: pytest.MonkeyPatch, found: str, reason: str | None
+) -> None:
+    kernel = type("TestKernel", (CudaKernel,), {"forward": staticmethod(lambda m, x: x)})
+    monkeypatch.setattr("kconvert.kernels.device.device_reason", lambda device: None)
+    monkeypatch.setattr("kconvert.kernels.cuda.find_spec", lambda name: object())
+    monkeypatch.setattr("kconvert.kernels.cuda.version", lambda name: found)
+    assert check_deps_reason(kernel) == reason
+    monkeypatch.setattr("kconvert.kernels.cuda.find_spec", lambda name: None)
+    assert check_deps_reason(kernel) == "Triton is not installed: pip install triton"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ where the key says everything that Triton would compile for, so:
 - integers are marked `do_not_specialize` in the function and fit into 32 bits, or the launch goes Triton's own way;
 - whatever else differs between two launches is a constexpr and in the key.
 
-`TRITON_INTERPRET=1` always goes Triton's own way.
+What Triton's launcher is given differs from version to version, so only a version on which this was tried is launched so.
+Any other goes Triton's own way, and so does `TRITON_INTERPRET=1`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,15 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["Launcher", "is_interpreted", "num_processors"]
+__all__ = ["Launcher", "is_interpreted", "is_known", "num_processors"]
 
 _MAX_INT = 2**31 - 1
+_KNOWN_VERSIONS = ("3.6",)
+
+
+def is_known(version: str) -> bool:
+    """Whether the launcher of a Triton version is called here as it wants to be."""
+    return ".".join(version.split(".")[:2]) in _KNOWN_VERSIONS
 
 
 def is_interpreted(function: Any) -> bool:
@@ -56,6 +63,7 @@ class Launcher:
     def __init__(self, function: Any) -> None:
         self._function = function
         self._is_interpreted = is_interpreted(function)
+        self._is_direct = is_known(triton.__version__)
         self._compiled: dict[Hashable, Callable[..., None]] = {}
 
     def __call__(
@@ -88,6 +96,9 @@ class Launcher:
         if device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 self(key, grid, tensors, numbers, constants, **options)
+            return
+        if not self._is_direct:
+            self._function[grid](*tensors, *numbers, *constants, **options)
             return
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         bits = 0
