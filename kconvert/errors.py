@@ -27,12 +27,22 @@ __all__ = [
     "UnknownKernelError",
     "UsageError",
     "VerificationError",
+    "is_interrupt",
     "one_line",
 ]
 
 
 _MOST_LETTERS = 4000
 """Of what is wrong: it may quote a name out of a file, and that may be as long as the file."""
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an error is a Ctrl-C; one that falls into the making of a class comes wrapped."""
+    while not isinstance(error, KeyboardInterrupt):
+        if error.__cause__ is None:
+            return False
+        error = error.__cause__
+    return True
 
 
 def one_line(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from kconvert.errors import InterruptedRunError
+from kconvert.errors import InterruptedRunError, is_interrupt
 
 __all__ = ["main"]
 
@@ -19,6 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from kconvert.cli.app import run  # inside, so that Ctrl-C during the imports ends like any other
 
         return run(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:
+    except BaseException as error:
+        if not is_interrupt(error):
+            raise
         sys.stderr.write(f"kconvert: error: {InterruptedRunError()}\n")
         return InterruptedRunError.exit_code

@@ -25,7 +25,7 @@ from kconvert.cli.output import note, note_added, print_json, printable, warn
 from kconvert.cli.plan import plan_command
 from kconvert.cli.revert import revert_command
 from kconvert.cli.verify import verify_command
-from kconvert.errors import InterruptedRunError, KconvertError, UsageError, one_line
+from kconvert.errors import InterruptedRunError, KconvertError, UsageError, is_interrupt, one_line
 
 __all__ = ["app", "run"]
 
@@ -95,6 +95,8 @@ def run(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        if is_interrupt(error):
+            return _interrupted(arguments)
         if hasattr(error, "format_message"):  # click's usage errors; typer may carry a click of its own
             return _fail(arguments, _usage_line(error), 2)
         if os.environ.get("KCONVERT_TRACEBACK") == "1":

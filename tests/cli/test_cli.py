@@ -552,6 +552,19 @@ def test_a_path_that_is_not_utf8_can_be_shown(tmp_path: Path) -> None:
             assert shown == str(folder / "my-model-kconvert").replace("\udce9", "\\udce9") + "\n"
 
 
+@pytest.mark.parametrize("place", ["kconvert.cli.app.run", "kconvert.cli.app._check_working_directory"])
+def test_an_interrupt_that_comes_wrapped(monkeypatch: pytest.MonkeyPatch, capsys: Capture, place: str) -> None:
+    """As Python 3.11 gives one that falls into the making of a class."""
+
+    def wrapped(*_: Any) -> int:
+        raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()
+
+    monkeypatch.setattr(place, wrapped)
+    code, out, err = _run(capsys, "list-kernels")
+    assert (code, out) == (130, "")
+    assert "interrupted" in _error_line(err)
+
+
 @pytest.mark.parametrize("command", ["apply qwen3 x", "plan qwen3 x", "revert x -o y", "inspect x"])
 def test_a_working_directory_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, command: str

@@ -615,7 +615,7 @@ def test_the_figures_of_the_summary_are_those_of_json(source: Path, capsys: Capt
     assert re.search(r"carried +not known without the model check", err)
     assert re.search(r"left out +1 file: training_args.bin", err)
     assert re.search(r"time +\d+\.\d s: check \d+\.\d s, copy \d+\.\d s, sync \d+\.\d s", err)
-    assert re.search(r"memory +\d+\.\d MB at the peak", err)
+    assert re.search(r"memory +\d+\.\d [MG]B at the peak", err)
 
 
 def test_the_summary_is_silent_about_what_there_is_not(qwen3_dir: Path, tmp_path: Path, capsys: Capture) -> None:
