@@ -79,7 +79,6 @@ def bench_kernels(
     *,
     kernels: Sequence[str] = (),
     dtype: str = "bfloat16",
-    on_row: Callable[[BenchRow], None] | None = None,
 ) -> BenchReport:
     """Time kernels on a device.
 
@@ -87,7 +86,6 @@ def bench_kernels(
         device: `cpu`, `cuda`, `cuda:1`, `npu`.
         kernels: IDs; every kernel of the device's type if left out.
         dtype: of weights and inputs.
-        on_row: called with every row as it is there.
 
     Raises:
         UsageError: a device or dtype that torch does not have, or one that cannot be used here.
@@ -98,16 +96,13 @@ def bench_kernels(
     if dtype not in floats:
         raise UsageError(f"unknown dtype {dtype!r}", fix=f"one of {', '.join(floats)}")
     chosen = {kernel_id: get_known_kernel(kernel_id) for kernel_id in kernels} or Registry.catalog()
-    rows = []
+    rows: list[BenchRow] = []
     for kernel_id, kernel in chosen.items():
         if kernel.device() is not kind or not issubclass(kernel, LayoutKernel):
             if kernels:
                 raise UsageError(f"kernel {kernel_id!r} is for {kernel.device()}, not for {device}")
             continue
-        for row in _rows_of(kernel_id, kernel, where, floats[dtype]):
-            rows.append(row)
-            if on_row is not None:
-                on_row(row)
+        rows += _rows_of(kernel_id, kernel, where, floats[dtype])
     return BenchReport(device, _name_of(where), _versions(), copy_bytes_per_second(where, _LARGE_COPY), tuple(rows))
 
 

@@ -112,13 +112,14 @@ def is_patched(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module does more than its forward."""
+    """Whether calling the module does something else than the forward of its class: hooks, or a forward of its own."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
         or "_hf_hook" in module.__dict__
+        or "forward" in module.__dict__
     )
 
 

@@ -110,6 +110,27 @@ def test_a_hook_on_a_norm_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [model.config.hidden_size]
 
 
+def test_a_forward_that_somebody_gave_a_norm_is_called() -> None:
+    """It stands on the instance, where the norm's kernel does not see it."""
+    model = tiny_model("qwen3")
+    apply_kernel(KERNEL, model=model)
+    norm = model.model.layers[0].post_attention_layernorm
+    seen: list[int] = []
+    stock = norm.forward
+
+    def own(hidden: torch.Tensor) -> Any:
+        seen.append(hidden.shape[-1])
+        return stock(hidden)
+
+    kernel = type("Joined", (), {"forward": None, "add_forward": staticmethod(lambda *args: 1 / 0)})
+    norm.kconvert_dispatch._table = dict.fromkeys(norm.kconvert_dispatch._table, kernel)
+    norm.kconvert_dispatch.has_run.add(kernel)
+    norm.forward = own
+    with pytest.raises(TypeError, match="NoneType"):
+        model.model.layers[0].kconvert_add_norm("post_attention_layernorm", torch.ones(1, 2, 32), torch.ones(1, 2, 32))
+    assert seen == [32]
+
+
 def test_greedy_decoding_with_a_cache() -> None:
     model = tiny_model("qwen3")
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}

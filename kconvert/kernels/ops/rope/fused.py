@@ -168,7 +168,6 @@ def _is_plain(norm: nn.Module | None) -> bool:
     """Whether calling it does what its stock forward does."""
     return (
         norm is not None
-        and "forward" not in norm.__dict__
         and norm.__dict__.get("kconvert_layout") in (None, RMSNormLayout.spec.name)
         and not has_hooks(norm)
     )
