@@ -58,7 +58,15 @@ def _snapshot(module: nn.Module) -> dict[str, object]:
     return found
 
 
-_MACHINERY = ("_parameters", "_buffers", "_modules", "kconvert_dispatch", "kconvert_members")
+_MACHINERY = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "kconvert_class",
+    "kconvert_dispatch",
+    "kconvert_traced",
+    "kconvert_members",
+)
 
 
 def _snapshot_call(call: Call) -> dict[str, object]:

@@ -10,7 +10,14 @@ from collections.abc import Callable, Mapping
 from threading import Lock
 from typing import Any
 
-__all__ = ["derived_class"]
+__all__ = ["DERIVED", "become", "derived_class"]
+
+DERIVED: dict[str, type] = {}
+"""Every derived class by its key, which its instances have as `kconvert_class`.
+
+The key is another one in each process.  A compiler that reads the class of a module guards it for every module; one that finds
+it here, guards it once.
+"""
 
 _CLASSES: dict[tuple[type, ...], type] = {}
 _LOCK = Lock()
@@ -28,7 +35,9 @@ def derived_class(
     """
 
     def reduce(self: Any, protocol: Any) -> Any:
-        return _rebuild, (make, bases), self.__dict__.copy()
+        state = self.__dict__.copy()
+        state.pop("kconvert_class", None)
+        return _rebuild, (make, bases), state
 
     with _LOCK:
         if bases not in _CLASSES:
@@ -41,10 +50,20 @@ def derived_class(
                 "kconvert_stock_class": stock,
                 **(members() if members is not None else {}),
             }
-            _CLASSES[bases] = type(stock.__name__, bases, namespace)
+            key = f"{stock.__module__}.{stock.__qualname__} {len(DERIVED)}"
+            made = type(stock.__name__, bases, {**namespace, "kconvert_key": key})
+            _CLASSES[bases] = DERIVED[key] = made
         return _CLASSES[bases]
 
 
+def become(instance: Any, derived: type) -> None:
+    """Make an instance of the stock class one of a derived class."""
+    instance.__class__ = derived
+    instance.__dict__["kconvert_class"] = derived.__dict__["kconvert_key"]
+
+
 def _rebuild(make: Callable[..., type], bases: tuple[type, ...]) -> Any:
-    made: Any = make(*bases)
-    return made.__new__(made)
+    derived: Any = make(*bases)
+    made = derived.__new__(derived)
+    become(made, derived)
+    return made

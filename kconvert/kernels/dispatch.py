@@ -21,7 +21,7 @@ from torch import nn
 from kconvert.errors import KernelUnavailableError, one_line
 from kconvert.kernels.select import ANY_DEVICE, Mode, Selection
 
-__all__ = ["Dispatch", "ForwardKernel", "dispatched"]
+__all__ = ["Dispatch", "ForwardKernel", "attach", "dispatched"]
 
 
 class ForwardKernel(Protocol):
@@ -58,7 +58,7 @@ class Dispatch:
         """Note the forward that a compiler may trace on a device.
 
         A compiler guards everything that is looked at while it traces, at every call and for every module: so it finds one
-        function, and the table stays unseen.  A kernel that does not say `can_torch_compile` gives way, as in the `kernels`
+        function in a dict, and the table stays unseen.  A kernel that does not say `can_torch_compile` gives way, as in the `kernels`
         library, and so does one that is not for both modes.
         """
         kernel = self._table.get((device, Mode.INFERENCE))
@@ -105,16 +105,27 @@ class Dispatch:
         return tuple(dict.fromkeys(device for device, _ in self._selections))
 
 
+def attach(module: nn.Module, dispatch: Dispatch) -> None:
+    """Give a module its dispatch.
+
+    What a compiler may trace lies beside it, in a dict of the module's own: torch 2.9 to 2.11 check a module of which only
+    dicts, functions and tensors were looked at by the version of its dict, and any other object makes them check all of it.
+    """
+    module.__dict__["kconvert_dispatch"] = dispatch
+    module.__dict__["kconvert_traced"] = dispatch.traced
+
+
 def dispatched(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What the module gives for a call: by the kernel that its dispatch chooses, or by the reference.
 
     Raises:
         KernelUnavailableError: the kernel fails at its first call, and the dispatch is strict.
     """
-    dispatch: Dispatch = module.kconvert_dispatch
     if torch.compiler.is_compiling():
-        forward = dispatch.traced.get(_device_of(args, kwargs)) or dispatch.traced.get(ANY_DEVICE)
+        traced = module.kconvert_traced
+        forward = traced.get(_device_of(args, kwargs)) or traced.get(ANY_DEVICE)
         return module.reference(*args, **kwargs) if forward is None else forward(module, *args, **kwargs)
+    dispatch: Dispatch = module.kconvert_dispatch
     kernel = dispatch.kernel_for(module, args, kwargs)
     if kernel is None:
         return module.reference(*args, **kwargs)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 from torch import nn
 
 from kconvert.kernels.base import LayoutKernel
+from kconvert.kernels.classes import DERIVED
 from kconvert.kernels.joined_calls import NotJoinableError
 from kconvert.kernels.layout import Layout
 
@@ -70,7 +71,7 @@ class JoinedKernel(LayoutKernel):
     @staticmethod
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What the stock forward takes and gives; hidden states are `[batch, tokens, hidden]`."""
-        patched = cast("Any", type(module))
+        patched = cast("Any", DERIVED[cast("Any", module).kconvert_class])
         if patched.kconvert_joined_from is not patched.kconvert_stock_class.forward:  # replaced after the choice
             return cast("Any", module).reference(*args, **kwargs)
         return patched.kconvert_joined_forward(module, *args, **kwargs)

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, cast
 
 from torch import nn
 
-from kconvert.kernels.classes import derived_class
-from kconvert.kernels.dispatch import Dispatch, dispatched
+from kconvert.kernels.classes import become, derived_class
+from kconvert.kernels.dispatch import Dispatch, attach, dispatched
 from kconvert.transforms import LayoutSpec, Rule
 
 __all__ = ["Layout", "has_hooks", "is_patched", "other_inputs", "patched_class", "stock_class_of", "stock_twin"]
@@ -55,9 +55,9 @@ class Layout(nn.Module):
         The first module changes class in place and is returned.
         """
         module = modules[0]
-        module.__class__ = patched_class(cls, type(module))
+        become(module, patched_class(cls, type(module)))
         packed = cast("Layout", module)
-        packed.kconvert_dispatch = Dispatch()
+        attach(packed, Dispatch())
         packed.pack_parameters()
         return module
 
@@ -138,7 +138,7 @@ def other_inputs(module: nn.Module) -> str | None:
 
 
 # An offloaded module holds its forward, bound to itself, as an attribute; a twin has that of its class.
-_NOT_OF_THE_TWIN = ("kconvert_dispatch", "forward", "_old_forward", "_hf_hook")
+_NOT_OF_THE_TWIN = ("kconvert_class", "kconvert_dispatch", "kconvert_traced", "forward", "_old_forward", "_hf_hook")
 
 
 def stock_twin(

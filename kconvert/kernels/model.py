@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from kconvert.errors import UsageError
-from kconvert.kernels.classes import derived_class
+from kconvert.kernels.classes import become, derived_class
 from kconvert.kernels.packing import Packing, pack_on_load, unpack_for_outer, unpack_state
 from kconvert.kernels.report import Report, build_report
 from kconvert.names import MANIFEST_NAME, VARIANT
@@ -134,7 +134,7 @@ def adopt_model(model: Any, packings: Iterable[Packing]) -> None:
         if path and not (here and hasattr(inner, "save_pretrained")):
             continue
         if not isinstance(inner, ConvertedModel):
-            inner.__class__ = converted_class(ConvertedModel, type(inner))
+            become(inner, converted_class(ConvertedModel, type(inner)))
         if "kconvert_packings" not in inner.__dict__:
             inner.kconvert_packings = ()
             inner.kconvert_is_inner = bool(path)

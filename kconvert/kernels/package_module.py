@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from kconvert.errors import KernelUnavailableError
-from kconvert.kernels.dispatch import Dispatch
+from kconvert.kernels.classes import become
+from kconvert.kernels.dispatch import Dispatch, attach
 from kconvert.kernels.layout import patched_class, stock_twin
 from kconvert.kernels.packing import Packing
 from kconvert.kernels.rearrange import rearrange
@@ -91,9 +92,9 @@ def build_package_module(
         args, kwargs = arguments
         made = layout(*args, **kwargs)
         bases = (PackageModule, layout, type(modules[0]))
-    made.__class__ = patched_class(*bases)
+    become(made, patched_class(*bases))
     patched = cast("Any", made)
-    patched.kconvert_dispatch = Dispatch()
+    attach(patched, Dispatch())
     views: dict[tuple[int, str], Arrangement] = {}
     for packing in (packing.below(f"{paths[0]}.") for packing in packings):
         for source, made_of in packing.sources.items():

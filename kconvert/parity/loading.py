@@ -22,7 +22,7 @@ from transformers.utils import logging
 from kconvert.checkpoint import quantization_of
 from kconvert.errors import CheckpointError, LoadError, TrustError, UsageError, one_line
 from kconvert.kernels.assign import assign_kernels, load_layout
-from kconvert.kernels.dispatch import Dispatch
+from kconvert.kernels.dispatch import Dispatch, attach
 from kconvert.kernels.layout import is_patched
 from kconvert.kernels.packing import unpack_state
 from kconvert.kernels.rearrange import rearrange
@@ -199,9 +199,9 @@ def reference_only(root: nn.Module) -> Iterator[None]:
     """Every patched module inside `root` runs its reference, as with `kernels="reference"`."""
     chosen = [(module, module.__dict__["kconvert_dispatch"]) for module in root.modules() if is_patched(module)]
     for module, _ in chosen:
-        module.__dict__["kconvert_dispatch"] = Dispatch()
+        attach(module, Dispatch())
     try:
         yield
     finally:
         for module, dispatch in chosen:
-            module.__dict__["kconvert_dispatch"] = dispatch
+            attach(module, dispatch)

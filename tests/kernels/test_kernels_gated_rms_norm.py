@@ -22,6 +22,7 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from kconvert import load_converted
 from kconvert.kernels import apply_default_kernels, apply_kernel
+from kconvert.kernels.dispatch import Dispatch, attach
 from kconvert.kernels.layout import is_patched
 from kconvert.kernels.ops.gated_rms_norm.cpu import CpuFusedGatedRMSNorm, gated_rms_norm_cpu
 from kconvert.kernels.ops.gated_rms_norm.layout import (
@@ -341,7 +342,7 @@ def test_a_live_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = model.generate(IDS, max_new_tokens=3, do_sample=False)
     for module in model.modules():
         if is_patched(module):
-            module.kconvert_dispatch = type(module.kconvert_dispatch)()  # the reference everywhere
+            attach(module, Dispatch())  # the reference everywhere
     assert torch.equal(_logits(model), expected)
     assert torch.equal(model.generate(IDS, max_new_tokens=3, do_sample=False), tokens)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kconvert.kernels.assign import layout_kernels, load_layout
-from kconvert.kernels.dispatch import Dispatch
+from kconvert.kernels.dispatch import Dispatch, attach
 from kconvert.kernels.layout import Layout, is_patched, patched_class
 from kconvert.kernels.registry import Registry, check_deps_reason
 from kconvert.kernels.report import ModuleReport, Report
@@ -208,7 +208,7 @@ def patched(candidate: Candidate, devices: tuple[str, ...] = ("cpu",)) -> Any:
     """A patched `Plain` whose dispatch is filled by `select` alone."""
     module: Any = Plain()
     module.__class__ = patched_class(PlainLayout, Plain)
-    module.kconvert_dispatch = Dispatch()
+    attach(module, Dispatch())
     for device in devices:
         for mode in Mode:
             chosen = select([candidate], device=device, dtype="float32", mode=mode, unavailable={}, unsupported={})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kconvert.kernels.dispatch import Dispatch
+from kconvert.kernels.dispatch import Dispatch, attach
 from kconvert.kernels.ops.experts.cuda import CudaFusedMoE
 from kconvert.kernels.ops.experts.layout import ExpertsLayout
 from kconvert.kernels.select import Mode, Selection
@@ -33,7 +33,7 @@ def put_kernel(model: Any, device: str) -> list[str]:
     for path in paths:
         module: Any = ExpertsLayout.patch([model.get_submodule(path)])
         assert CudaFusedMoE.supports(module) is None
-        module.kconvert_dispatch = Dispatch()
+        attach(module, Dispatch())
         module.kconvert_dispatch.strict = True
         for mode in Mode:
             module.kconvert_dispatch.set(device, mode, Selection("cuda_fused_moe", ()), CudaFusedMoE)

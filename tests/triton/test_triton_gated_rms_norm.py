@@ -245,7 +245,7 @@ def test_large_gates_are_open_or_shut(device: str) -> None:
     gate = torch.tensor([[200.0, -200.0, 1e30, -1e30]], device=device)
     with torch.no_grad():
         found = gated_rms_norm(x, gate, torch.ones(4, device=device), eps=0.0, num_groups=1, **KIMI)
-    assert_near(found, torch.tensor([[1.0, 0.0, 1.0, 0.0]]), 1e-6)
+    assert_near(found, torch.tensor([[1.0, 0.0, 1.0, 0.0]], device=device), 1e-6)
     _check(x, gate.clamp(-200, 200), torch.ones(4, device=device), **QWEN)
 
 

@@ -43,6 +43,7 @@ class GatedMLPLayout(PackedLinearLayout):
     spec = SPEC
     gate_up_proj: nn.Linear
     down_proj: nn.Linear
+    kconvert_found_activation: tuple[str | None, str]
 
     @classmethod
     def unfit(cls, modules: Sequence[nn.Module]) -> str | None:
@@ -71,9 +72,10 @@ class GatedMLPLayout(PackedLinearLayout):
     @property
     def kconvert_activation(self) -> tuple[str | None, str]:
         """The proven activation of this instance, or None and why it is none that is known; found once."""
-        found = self.__dict__.get("kconvert_activation")
+        # not the property's own name: a compiler of torch 2.11 takes a look into `__dict__` for the property, without end
+        found = self.__dict__.get("kconvert_found_activation")
         if found is None:
-            found = self.__dict__["kconvert_activation"] = _find_activation(self)
+            found = self.__dict__["kconvert_found_activation"] = _find_activation(self)
         return cast("tuple[str | None, str]", found)
 
 

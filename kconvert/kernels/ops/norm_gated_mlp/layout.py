@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from kconvert.kernels.dispatch import Dispatch, dispatched
+from kconvert.kernels.dispatch import Dispatch, attach, dispatched
 from kconvert.kernels.layout import Layout
 from kconvert.kernels.ops.gated_mlp.layout import GatedMLPLayout
 from kconvert.kernels.ops.norm_gated_mlp.spec import SPEC
@@ -28,7 +28,7 @@ class NormGatedMLPLayout(Layout):
         super().__init__()
         self.norm = RMSNormLayout.patch([norm])
         self.mlp = GatedMLPLayout.patch([mlp])
-        self.kconvert_dispatch = Dispatch()
+        attach(self, Dispatch())
         self.train(norm.training)
 
     @classmethod

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kconvert.kernels.cuda import CudaKernel
-from kconvert.kernels.ops.rms_norm.layout import RMSNormLayout, RMSNormVariant, rms_norm_formula
+from kconvert.kernels.ops.rms_norm.layout import RMSNormLayout, rms_norm_formula
 from kconvert.kernels.registry import register_kernel
 
 __all__ = ["CudaFusedRMSNorm"]
@@ -25,10 +25,9 @@ def _device_code() -> tuple[Callable[..., torch.Tensor], Callable[..., tuple[tor
     return rms_norm, add_rms_norm
 
 
-def _takes(variant: RMSNormVariant, weight: torch.Tensor | None, hidden: torch.Tensor) -> bool:
+def _takes(mixes: bool, weight: torch.Tensor | None, hidden: torch.Tensor) -> bool:
     """Whether the kernel gives what the stock forward gives for this input."""
-    mixes = variant.mixes or weight is None or weight.dtype == hidden.dtype
-    return mixes and hidden.shape[-1] <= _MOST_COLUMNS
+    return (mixes or weight is None or weight.dtype == hidden.dtype) and hidden.shape[-1] <= _MOST_COLUMNS
 
 
 @register_kernel
@@ -43,12 +42,12 @@ class CudaFusedRMSNorm(CudaKernel):
     def forward(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         """`hidden_states` `[..., n]`, any float dtype; the result has the dtype that the stock forward gives."""
         norm = cast("Any", module)
-        variant = norm.variant
-        weight = norm.weight if variant.has_weight else None
-        if not _takes(variant, weight, hidden_states):
+        has_weight, mixes, eps, offset, cast_first = norm.kconvert_arithmetic
+        weight = norm.weight if has_weight else None
+        if not _takes(mixes, weight, hidden_states):
             return cast("torch.Tensor", norm.reference(hidden_states))
         run = rms_norm_formula if torch.compiler.is_compiling() else _device_code()[0]
-        return run(hidden_states, weight, eps=variant.eps, offset=variant.offset, cast_first=variant.cast_first)
+        return run(hidden_states, weight, eps=eps, offset=offset, cast_first=cast_first)
 
     @staticmethod
     def add_forward(
@@ -56,13 +55,13 @@ class CudaFusedRMSNorm(CudaKernel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`residual + hidden_states`, both `[..., n]` and of one dtype, and the norm of that, in one kernel."""
         norm = cast("Any", module)
-        variant = norm.variant
-        weight = norm.weight if variant.has_weight else None
-        if torch.compiler.is_compiling() or not _takes(variant, weight, hidden_states):
+        has_weight, mixes, eps, offset, cast_first = norm.kconvert_arithmetic
+        weight = norm.weight if has_weight else None
+        if torch.compiler.is_compiling() or not _takes(mixes, weight, hidden_states):
             total = residual + hidden_states
             return total, CudaFusedRMSNorm.forward(module, total)
         normed, total = _device_code()[1](
-            hidden_states, residual, weight, eps=variant.eps, offset=variant.offset, cast_first=variant.cast_first
+            hidden_states, residual, weight, eps=eps, offset=offset, cast_first=cast_first
         )
         return total, normed
 

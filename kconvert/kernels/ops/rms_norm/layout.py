@@ -50,9 +50,14 @@ class RMSNormVariant:
 
 
 class RMSNormLayout(Layout):
-    """RMSNorm with its parameter as it is: `weight` of shape `[hidden]`, or none."""
+    """RMSNorm with its parameter as it is: `weight` of shape `[hidden]`, or none.
+
+    Instances keep `kconvert_arithmetic`, what kernels read of the proven variant: whether there is a weight, whether dtypes
+    may mix, eps, offset, and whether the cast comes first.  It is a tuple because a compiler guards one cheaply.
+    """
 
     spec = SPEC
+    kconvert_arithmetic: tuple[bool, bool, float, float, bool]
 
     @classmethod
     def unfit(cls, modules: Sequence[nn.Module]) -> str | None:
@@ -67,6 +72,13 @@ class RMSNormLayout(Layout):
         found = self.__dict__.get("kconvert_variant")
         if found is None:
             found = self.__dict__["kconvert_variant"] = prove_variant(self)
+            self.__dict__["kconvert_arithmetic"] = (
+                found.has_weight,
+                found.mixes,
+                found.eps,
+                found.offset,
+                found.cast_first,
+            )
         return found
 
     def facts(self) -> dict[str, Any]:
