@@ -3,6 +3,7 @@
     q = self.q_proj(x).view(...)            a, b, c = self.kconvert_project("qkv_proj", x)
     k = self.k_proj(x).view(...)     ->     q = a.view(...)
     v = self.v_proj(x).view(...)            k = b.view(...) ...
+    self.o_proj(y)                          self.kconvert_apply("o_proj", y)
 
 Everything else in the function is what transformers wrote: caches, masks, attention interface, rotary embedding.
 It is made once per class and holds no state.  Only what is plainly the same is joined.  Refused: what
@@ -16,7 +17,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -33,6 +34,8 @@ __all__ = [
     "targets_of",
 ]
 
+_OUTPUT = "o_proj"
+"""The projection behind attention, which is called with less work in Python."""
 _FACTS = ("shape", "dtype", "device", "ndim", "size", "dim")  # what may be read of a tensor whose values do not matter
 _IN_PLACE = ("setattr", "setitem", "iadd", "isub", "imul", "itruediv")  # functions, and methods with underscores
 _BEFORE = (ast.Assign, ast.AnnAssign)
@@ -45,7 +48,7 @@ def join_calls(stock: type[nn.Module], packed: str, parts: Sequence[str]) -> Cal
 
     Args:
         stock: a module class.
-        packed: the child that holds all rows; its instances have `kconvert_project`.
+        packed: the child that holds all rows; its instances have `kconvert_project` and `kconvert_apply`.
         parts: the children whose rows it holds, in part order.
 
     Raises:
@@ -66,6 +69,10 @@ def joined_definition(
         if len(found) != 1:
             raise NotJoinableError(f"its forward calls {part} {len(found)} times")
     _join(definition, self_name, packed, {part: found[0] for part, found in calls.items()})
+    for call in _calls_of(definition, self_name, _OUTPUT):
+        if len(call.args) == 1 and not call.keywords and not isinstance(call.args[0], ast.Starred):
+            call.args.insert(0, ast.copy_location(ast.Constant(_OUTPUT), call))
+            cast("ast.Attribute", call.func).attr = "kconvert_apply"
     return definition, function, filename
 
 

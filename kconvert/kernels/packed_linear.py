@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from kconvert.kernels.layout import Layout
+from kconvert.kernels.row_linear import compiled_linear, takes_row
 from kconvert.transforms import LayoutSpec, Op
 
 __all__ = ["LinearView", "PackedLinearLayout", "call_linear", "join_linears"]
@@ -89,8 +90,13 @@ def _is_plain(linear: nn.Module, *, offloaded: bool) -> bool:
 
 
 def call_linear(linear: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """`linear(hidden)`, without `nn.Module.__call__` where that does nothing more: it takes longer than a small product."""
-    if torch.compiler.is_compiling() or not _is_plain(linear, offloaded=False) or _has_any_global_hook():
+    """`linear(hidden)`, without `nn.Module.__call__` where that does nothing more: it takes longer than a small product.
+
+    Where a compiler traces it, one row goes through a kernel of ours.
+    """
+    if torch.compiler.is_compiling():
+        return compiled_linear(linear, hidden) if takes_row(linear, hidden) else cast("torch.Tensor", linear(hidden))
+    if not _is_plain(linear, offloaded=False) or _has_any_global_hook():
         return cast("torch.Tensor", linear(hidden))
     own = linear._parameters
     return F.linear(hidden, cast("torch.Tensor", own["weight"]), own["bias"])
@@ -183,9 +189,13 @@ class PackedLinearLayout(Layout):
         rows = self.kconvert_rows[packed]
         return [count * total // sum(rows) for count in rows]
 
+    def kconvert_apply(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        """What the child `name`, a projection, gives for `hidden`."""
+        return call_linear(cast("nn.Module", self._modules[name]), hidden)
+
     def kconvert_project(self, packed: str, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """All parts of a packed projection of `hidden` `[..., in]` in one GEMM, each `[..., rows of the part]`."""
-        joined: torch.Tensor = cast("nn.Module", self._modules[packed])(hidden)
+        joined = call_linear(cast("nn.Module", self._modules[packed]), hidden)
         sizes = self.kconvert_sizes(packed, joined.shape[-1])
         # not `split`: autograd forbids to change one of several views in place, which stock code may do
         return tuple(joined.narrow(-1, sum(sizes[:number]), size) for number, size in enumerate(sizes))

@@ -1,7 +1,7 @@
 """Packed gated MLP on CUDA: one GEMM for gate and up, the gated activation in one Triton kernel, the down projection.
 
 In training the packed projection is all that is kept for the backward.  Where a compiler traces the model, the
-activation is written in plain torch, which it fuses itself.
+activation is written in plain torch, which it fuses itself; of one row the first GEMM has the activation inside.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from kconvert.kernels.gated_variant import GatedVariant, gated_formula
 from kconvert.kernels.ops.gated_mlp.layout import GELUS, GatedMLPLayout, gelu_of, prove_activation
 from kconvert.kernels.packed_linear import call_linear
 from kconvert.kernels.registry import register_kernel
+from kconvert.kernels.row_linear import compiled_linear, takes_row
 
 __all__ = ["CudaFusedGeGLU", "CudaFusedSwiGLU"]
 
@@ -47,9 +48,12 @@ class _CudaGatedMLP(CudaKernel):
 
 def _run(module: nn.Module, hidden_states: torch.Tensor, variant: GatedVariant) -> torch.Tensor:
     children = module._modules  # getattr finds a child slowly
-    activate = gated_formula if torch.compiler.is_compiling() else _device_code()
-    packed = call_linear(cast("nn.Module", children["gate_up_proj"]), hidden_states)
-    return call_linear(cast("nn.Module", children["down_proj"]), activate(packed, variant))
+    gate_up, down = cast("nn.Module", children["gate_up_proj"]), cast("nn.Module", children["down_proj"])
+    if not torch.compiler.is_compiling():
+        return call_linear(down, _device_code()(call_linear(gate_up, hidden_states), variant))
+    if takes_row(gate_up, hidden_states):
+        return call_linear(down, compiled_linear(gate_up, hidden_states, activation=variant.activation))
+    return call_linear(down, gated_formula(gate_up(hidden_states), variant))
 
 
 @register_kernel
@@ -75,4 +79,7 @@ class CudaFusedGeGLU(_CudaGatedMLP):
     @staticmethod
     def forward(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         """`hidden_states` `[..., hidden]` to the same shape."""
+        if torch.compiler.is_compiling():  # guards a tuple of the instance more cheaply than a property
+            activation, _ = cast("GatedMLPLayout", module).kconvert_found_activation
+            return _run(module, hidden_states, _GELUS[str(activation)])
         return _run(module, hidden_states, _GELUS[gelu_of(cast("GatedMLPLayout", module))])

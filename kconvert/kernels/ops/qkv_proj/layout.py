@@ -19,7 +19,7 @@ from torch import nn
 from kconvert.kernels.joined_calls import is_in_place, join_calls, stock_definition
 from kconvert.kernels.ops.qkv_proj.spec import SPEC
 from kconvert.kernels.ops.rope.fused import RotatingLayout
-from kconvert.kernels.packed_linear import PackedLinearLayout
+from kconvert.kernels.packed_linear import PackedLinearLayout, call_linear
 from kconvert.kernels.rope_calls import NotJoinableError, fuse_rope
 
 __all__ = ["QKVProjLayout"]
@@ -74,6 +74,6 @@ class QKVProjLayout(RotatingLayout, PackedLinearLayout):
         """
         if not self.kconvert_keeps_parts:
             return super().kconvert_project(packed, hidden)
-        joined: torch.Tensor = cast("nn.Module", self._modules[packed])(hidden)
+        joined = call_linear(cast("nn.Module", self._modules[packed]), hidden)
         split: tuple[torch.Tensor, ...] = joined.split(self.kconvert_sizes(packed, joined.shape[-1]), dim=-1)
         return split
