@@ -7,11 +7,12 @@ on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -46,7 +47,7 @@ class Case:
         modules: makes the stock modules, on the CPU in float32 with random weights.
         inputs: (device, dtype) to what is passed.
         num_moved: how many elements are read and written at least; 0 where that is not what the operation costs.
-        liger: makes Liger's module with the same weights; None where it has none.
+        peers: what else computes it, as `liger`, by what makes it with the weights of the first stock module.
     """
 
     layout: str
@@ -54,7 +55,7 @@ class Case:
     modules: Callable[[], Sequence[nn.Module]]
     inputs: Callable[[torch.device, torch.dtype], Inputs]
     num_moved: int = 0
-    liger: Callable[[nn.Module], nn.Module] | None = None
+    peers: Mapping[str, Callable[[nn.Module], Callable[..., Any]]] = field(default_factory=dict)
 
 
 def cases_of(layout: str, *, is_small: bool) -> Iterator[Case]:
@@ -92,6 +93,10 @@ def _random(*shape: int) -> Callable[[torch.device, torch.dtype], Inputs]:
 
 
 def _rms_norm(rows: int, hidden: int) -> Case:
+    def torch_norm(stock: nn.Module) -> Callable[..., Any]:
+        weight = stock.get_parameter("weight")
+        return lambda x: F.rms_norm(x, (hidden,), weight, 1e-6)
+
     def liger(stock: nn.Module) -> nn.Module:
         from liger_kernel.transformers.rms_norm import LigerRMSNorm
 
@@ -103,7 +108,7 @@ def _rms_norm(rows: int, hidden: int) -> Case:
         lambda: [_scattered(Qwen3RMSNorm(hidden))],
         _random(1, rows, hidden),
         2 * rows * hidden,
-        liger,
+        {"torch": torch_norm, "liger": liger},
     )
 
 
@@ -134,7 +139,7 @@ def _gated_mlp(tokens: int, hidden: int, intermediate: int) -> Case:
         f"{tokens} x {hidden} x {intermediate}",
         lambda: [Qwen3MLP(config)],
         _random(1, tokens, hidden),
-        liger=liger,
+        peers={"liger": liger},
     )
 
 

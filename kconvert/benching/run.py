@@ -1,7 +1,7 @@
 """Times every kernel that runs on a device, once it was seen to be right there.
 
 Each subject is a call of the same inputs: the kernel, the layout's reference (the stock arithmetic), the stock module under
-`torch.compile`, and Liger's module where there is one.  All of them are timed in turn, in one process.  A kernel whose result
+`torch.compile`, and where there is one torch's own function and Liger's module.  All of them are timed in turn, in one process.  A kernel whose result
 or gradients are further from the stock module than `verify` allows is not timed.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from kconvert.benching.cases import Case, Inputs, cases_of
+from kconvert.benching.parts import Part, parts_of
 from kconvert.benching.timing import copy_bytes_per_second, host_seconds, median_seconds
 from kconvert.errors import UsageError, one_line
 from kconvert.kernels.assign import assign_kernels, load_layout
@@ -30,6 +32,8 @@ from kconvert.parity.tolerances import MODULE_LIMITS, limit_of
 __all__ = ["BenchReport", "BenchRow", "bench_kernels"]
 
 _LARGE_COPY = 1 << 30
+_SHORT = 50e-6
+"""Seconds of a call on the device up to which the host is what it may wait for."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,8 @@ class BenchRow:
         dtype: of the weights and inputs.
         mode: `forward`, or `forward + backward`.
         error: the largest difference from the stock module, as a share of its largest value.
-        seconds: subject (`kernel`, `reference`, `compile`, `liger`) to seconds on the device.
-        host_seconds: the same on the host, until the device has its work; of one-row cases only.
+        seconds: subject (`kernel`, `reference`, `compile`, `torch`, `liger`) to seconds on the device.
+        host_seconds: the same on the host, until the device has its work; where the device is that fast only.
         copy_share: of the kernel, the share of the speed of a copy of as many bytes; None where the case moves few.
         problem: why it was not timed.
     """
@@ -151,66 +155,105 @@ def _rows_of(
     for case in cases_of(kernel.layout.spec.name, is_small=device.type == "cpu"):
         torch.manual_seed(0)
         try:
-            subject = _Subject(case, kernel_id, kernel, device, dtype)
+            subject = _Subject.of_case(case, kernel_id, kernel, device, dtype)
         except _NotMeasured as why_not:
             yield refused(case.label, str(why_not))
             continue
-        for needs_grad in (False, True) if kernel.has_backward else (False,):
-            mode = "forward + backward" if needs_grad else "forward"
-            error, problem = subject.check(needs_grad=needs_grad)
-            if problem is not None:
-                yield BenchRow(kernel_id, case.label, dtype_name, mode, error, {}, {}, None, problem)
-                break
-            yield subject.timed(mode, error, needs_grad=needs_grad)
+        yield from _rows_of_subject(subject, has_backward=kernel.has_backward)
         del subject
+    for part in parts_of(kernel_id):
+        torch.manual_seed(0)
+        yield from _rows_of_subject(_Subject.of_part(part, kernel_id, device, dtype), has_backward=kernel.has_backward)
+
+
+def _rows_of_subject(subject: _Subject, *, has_backward: bool) -> Iterator[BenchRow]:
+    dtype = str(subject.dtype).removeprefix("torch.")
+    for needs_grad in (False, True) if has_backward else (False,):
+        mode = "forward + backward" if needs_grad else "forward"
+        error, problem = subject.check(needs_grad=needs_grad)
+        if problem is not None:
+            yield BenchRow(subject.kernel_id, subject.label, dtype, mode, error, {}, {}, None, problem)
+            return
+        yield subject.timed(mode, error, needs_grad=needs_grad)
 
 
 class _NotMeasured(Exception):
     """Why a kernel is not timed on a case."""
 
 
+@dataclass(frozen=True)
 class _Subject:
-    """The modules of a case on the device, and calls of them."""
+    """A kernel and what it is compared with, as calls of the same inputs.
 
-    def __init__(
-        self, case: Case, kernel_id: str, kernel: type[LayoutKernel], device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self._case, self._kernel_id, self._device, self._dtype = case, kernel_id, device, dtype
+    Attributes:
+        label: the case, for people.
+        calls: subject to call; `kernel`, `reference` and `compile` are always there.
+        stock: what the kernel has to give.
+        modules: of the kernel's call and of `stock`, whose gradients are cleared.
+        num_moved: see `Case`.
+    """
+
+    label: str
+    kernel_id: str
+    device: torch.device
+    dtype: torch.dtype
+    calls: Mapping[str, Callable[..., Any]]
+    stock: Callable[..., Any]
+    modules: Sequence[nn.Module]
+    inputs: Inputs
+    num_moved: int
+
+    @classmethod
+    def of_case(
+        cls, case: Case, kernel_id: str, kernel: type[LayoutKernel], device: torch.device, dtype: torch.dtype
+    ) -> _Subject:
+        """The kernel in a patched module beside stock modules.
+
+        Raises:
+            _NotMeasured: the kernel does not take the module.
+        """
         layout = cast("type[Layout]", load_layout(kernel.layout.spec.name))
-        self._stock = [module.to(device=device, dtype=dtype) for module in case.modules()]
-        self._inputs: Inputs = case.inputs(device, dtype)
+        stock = [module.to(device=device, dtype=dtype) for module in case.modules()]
         with torch.no_grad():
-            self._packed = cast("Any", layout.patch([copy.deepcopy(module) for module in self._stock]))
-            unfit = kernel.supports(self._packed)
+            packed = cast("Any", layout.patch([copy.deepcopy(module) for module in stock]))
+            unfit = kernel.supports(packed)
         if unfit is not None:
             raise _NotMeasured(unfit)
-        self._packed.kconvert_layout = layout.spec.name
-        assign_kernels(self._packed, layout, (kernel_id,), origin="call", with_defaults=False, parts_with_defaults=True)
-        for module in filter(is_patched, self._packed.modules()):
-            module.kconvert_dispatch.strict = (
-                True  # else the reference would be timed in the place of a kernel that fails
-            )
-        self._calls: dict[str, Callable[..., Any]] = {"kernel": self._packed, "reference": self._packed.reference}
-        self._calls["compile"] = torch.compile(self._run_stock)
-        try:
-            if case.liger is not None:
-                self._calls["liger"] = case.liger(self._stock[0])
-        except ImportError:
-            pass  # not installed
+        packed.kconvert_layout = layout.spec.name
+        assign_kernels(packed, layout, (kernel_id,), origin="call", with_defaults=False, parts_with_defaults=True)
+        for module in filter(is_patched, packed.modules()):
+            # else the reference would be timed in the place of a kernel that fails
+            module.kconvert_dispatch.strict = True
 
-    def _run_stock(self, *args: Any, **kwargs: Any) -> Any:
-        first, *others = self._stock
-        result = first(*args, **kwargs)
-        for module in others:
-            result = module(result)
-        return result
+        def run_stock(*args: Any, **kwargs: Any) -> Any:
+            first, *others = stock
+            result = first(*args, **kwargs)
+            for module in others:
+                result = module(result)
+            return result
+
+        calls = {"kernel": packed, "reference": packed.reference, "compile": torch.compile(run_stock)}
+        for name, make in case.peers.items():
+            with suppress(ImportError):  # not installed
+                calls[name] = make(stock[0])
+        inputs = case.inputs(device, dtype)
+        return cls(case.label, kernel_id, device, dtype, calls, run_stock, [packed, *stock], inputs, case.num_moved)
+
+    @classmethod
+    def of_part(cls, part: Part, kernel_id: str, device: torch.device, dtype: torch.dtype) -> _Subject:
+        """A function of tensors beside the stock one."""
+        calls = {"kernel": part.kernel, "reference": part.stock, "compile": torch.compile(part.stock)}
+        with suppress(ImportError):
+            calls["liger"] = part.liger()
+        inputs = part.inputs(device, dtype)
+        return cls(part.label, kernel_id, device, dtype, calls, part.stock, (), inputs, part.num_moved)
 
     def check(self, *, needs_grad: bool) -> tuple[float | None, str | None]:
         """How far the kernel is from the stock module, and why that is too far."""
-        limit = limit_of(MODULE_LIMITS, str(self._dtype).removeprefix("torch."))
+        limit = limit_of(MODULE_LIMITS, str(self.dtype).removeprefix("torch."))
         try:
-            expected = self._results(self._run_stock, self._stock, needs_grad=needs_grad)
-            found = self._results(self._packed, [self._packed], needs_grad=needs_grad)
+            expected = self._results(self.stock, needs_grad=needs_grad)
+            found = self._results(self.calls["kernel"], needs_grad=needs_grad)
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises is a finding
             return None, f"does not run ({one_line(error)})"
         difference = compare_outputs(Output(expected), Output(found))
@@ -220,42 +263,39 @@ class _Subject:
         said = reason or f"{difference.relative} of the largest value away, allowed {limit:.1e}"
         return difference.relative, f"is not the stock result: {said}"
 
-    def _results(
-        self, call: Callable[..., Any], modules: Sequence[nn.Module], *, needs_grad: bool
-    ) -> list[torch.Tensor]:
+    def _results(self, call: Callable[..., Any], *, needs_grad: bool) -> list[torch.Tensor]:
         """The result of a call, and with `needs_grad` the gradient of its first input."""
-        inputs = self._with_grad() if needs_grad else self._inputs
+        inputs = self._with_grad() if needs_grad else self.inputs
         with torch.set_grad_enabled(needs_grad):
             output = _first(call(*inputs.args, **inputs.kwargs))
         if not needs_grad:
             return [output]
         torch.manual_seed(1)
         output.backward(torch.randn_like(output))
-        for module in modules:
+        for module in self.modules:
             module.zero_grad(set_to_none=True)
         return [output.detach(), cast("torch.Tensor", inputs.args[0].grad)]
 
     def _with_grad(self) -> Inputs:
-        first, *others = self._inputs.args
-        return Inputs((first.detach().clone().requires_grad_(), *others), self._inputs.kwargs)
+        first, *others = self.inputs.args
+        return Inputs((first.detach().clone().requires_grad_(), *others), self.inputs.kwargs)
 
     def timed(self, mode: str, error: float | None, *, needs_grad: bool) -> BenchRow:
         """The row of a kernel that is right."""
         seconds, host = {}, {}
-        is_one_row = self._case.label.startswith("1 ")
-        for name, call in self._calls.items():
+        for name, call in self.calls.items():
             run = self._backward_of(call) if needs_grad else self._forward_of(call)
             try:
-                seconds[name] = median_seconds(run, self._device)
-                if is_one_row and self._device.type != "cpu":
-                    host[name] = host_seconds(run, self._device)
+                seconds[name] = median_seconds(run, self.device)
+                if seconds["kernel"] < _SHORT and self.device.type != "cpu":
+                    host[name] = host_seconds(run, self.device)
             except Exception:
                 if name == "kernel":
                     raise
         return BenchRow(
-            self._kernel_id,
-            self._case.label,
-            str(self._dtype).removeprefix("torch."),
+            self.kernel_id,
+            self.label,
+            str(self.dtype).removeprefix("torch."),
             mode,
             error,
             seconds,
@@ -265,7 +305,7 @@ class _Subject:
         )
 
     def _forward_of(self, call: Callable[..., Any]) -> Callable[[], Any]:
-        args, kwargs = self._inputs.args, self._inputs.kwargs
+        args, kwargs = self.inputs.args, self.inputs.kwargs
 
         def run() -> Any:
             with torch.no_grad():
@@ -286,10 +326,10 @@ class _Subject:
         return run
 
     def _copy_share(self, seconds: float) -> float | None:
-        if not self._case.num_moved:
+        if not self.num_moved:
             return None
-        moved = self._case.num_moved * self._dtype.itemsize
-        return moved / seconds / copy_bytes_per_second(self._device, max(moved // 2, 1))
+        moved = self.num_moved * self.dtype.itemsize
+        return moved / seconds / copy_bytes_per_second(self.device, max(moved // 2, 1))
 
 
 def _first(output: Any) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,10 +37,11 @@ def bench_kernels_command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Time kernels beside the stock forward, torch.compile, and Liger where it is installed.
+    """Time kernels beside the stock forward, torch.compile, torch's own function, and Liger where it is installed.
 
     A kernel whose result or gradients are not the stock module's, within the limits of `verify`, is not timed, and that is
-    exit code 5.  `copy` is its share of the speed of a copy of as many bytes, measured in the same run.
+    exit code 5.  `/ liger` is its time as a share of Liger's.  `copy` is its share of the speed of a copy of as many bytes,
+    measured in the same run.  A call that the device is done with soon is timed on the host too.
 
     Example: kconvert bench-kernels cuda_fused_rmsnorm --chart norms.png
     """
@@ -71,22 +73,30 @@ def _said(row: BenchRow) -> str:
 
 
 def _show(report: BenchReport) -> None:
-    others = list(dict.fromkeys(name for row in report.rows for name in row.seconds if name != "kernel"))
-    rows = []
-    for row in report.rows:
-        if row.problem is not None:
-            rows.append((row.kernel, row.case, row.problem, *[""] * (len(others) + 1)))
-            continue
-        ours = row.seconds["kernel"]
-        shares = [f"{ours / row.seconds[name]:.2f}" if name in row.seconds else "" for name in others]
-        copied = "" if row.copy_share is None else f"{row.copy_share:.0%}"
-        mode = "" if row.mode == "forward" else " and back"
-        rows.append((row.kernel, row.case + mode, _time_text(ours), *shares, copied))
-    columns = ("kernel", "case", "time", *(f"/ {name}" for name in others), "copy")
-    print_table("Kernels", columns, rows, right=columns[2:], whole=("kernel",))
+    for kernel in dict.fromkeys(row.kernel for row in report.rows):
+        shown = [row for row in report.rows if row.kernel == kernel]
+        others = list(dict.fromkeys(name for row in shown for name in row.seconds if name != "kernel"))
+        columns = ("case", "time", *(f"/ {name}" for name in others), "copy")
+        rows = []
+        for row in shown:
+            if row.problem is not None:
+                rows.append((f"{row.case}: {row.problem}", *[""] * (len(columns) - 1)))
+                continue
+            case = row.case if row.mode == "forward" else f"{row.case}, and back"
+            copied = "" if row.copy_share is None else f"{row.copy_share:.0%}"
+            rows.append((case, *_times(row.seconds, others), copied))
+            if row.host_seconds:
+                rows.append((f"{case}, on the host", *_times(row.host_seconds, others), ""))
+        print_table(kernel, columns, rows, right=columns[1:])
     speed = report.copy_bytes_per_second / 1e9
     print_text(f"{report.device_name}; a copy of 1 GiB: {speed:.0f} GB/s read and written")
     print_folded("; ".join(f"{name} {version}" for name, version in report.versions.items()))
+
+
+def _times(seconds: Mapping[str, float], others: Sequence[str]) -> list[str]:
+    """The kernel's time, and its ratio to that of the others."""
+    ours = seconds["kernel"]
+    return [_time_text(ours), *(f"{ours / seconds[name]:.2f}" if name in seconds else "" for name in others)]
 
 
 def _time_text(seconds: float) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from kconvert.benching import bench_kernels, cases, timing
+from kconvert.benching import bench_kernels, cases, parts, timing
 from kconvert.benching.cases import cases_of
 from kconvert.cli import main
 from kconvert.errors import UsageError
@@ -66,6 +67,24 @@ def test_every_layout_has_cases() -> None:
     for name in layout_specs():
         for is_small in (False, True):
             assert list(cases_of(name, is_small=is_small)), name
+
+
+@pytest.mark.parametrize(("kernel", "count"), [("cuda_fused_swiglu", 2), ("cuda_fused_rope", 1), ("cuda_fused_moe", 0)])
+def test_a_part_is_the_stock_arithmetic(monkeypatch: pytest.MonkeyPatch, kernel: str, count: int) -> None:
+    monkeypatch.setattr(parts, "_ACTIVATION_SIZES", ((4, 48), (3, 20)))
+    monkeypatch.setattr(parts, "_ROTATION_SIZES", ((5, 4, 2, 16),))
+    found = list(parts.parts_of(kernel))
+    assert len(found) == count
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for part in found:
+        inputs = part.inputs(device, torch.float32)
+        with torch.no_grad():
+            ours, stock = (tree_leaves(call(*inputs.args, **inputs.kwargs)) for call in (part.kernel, part.stock))
+        assert len(ours) == len(stock)
+        for one, other in zip(ours, stock, strict=True):
+            assert torch.allclose(one, other, atol=1e-5)
+        moved = sum(tensor.numel() for tensor in (*inputs.args[:2], *ours) if tensor.dim() != 3)
+        assert part.num_moved == moved
 
 
 def wrong(forward: Callable[..., Any]) -> Callable[..., Any]:
