@@ -31,7 +31,6 @@ class CudaFusedGatedRMSNorm(CudaKernel):
 
     _kernel_id = "cuda_fused_gated_rmsnorm"
     layout = GatedRMSNormLayout
-    default = False  # until all of its tests have passed on a device
     dtypes: ClassVar[frozenset[str] | None] = frozenset({"bfloat16", "float16", "float32", "float64"})
 
     @staticmethod
