@@ -103,7 +103,12 @@ def logits(model: Any) -> torch.Tensor:
 
 def test_there_are_recipes() -> None:
     promised = {"qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3", "phi3", "granite", "olmo2"}
-    assert RECIPES.keys() == promised | EXPERTS.keys() | {"gpt-oss", "qwen3-fused-norm-mlp", "qwen3-layers", "gemma3-vision"}
+    assert RECIPES.keys() == promised | EXPERTS.keys() | {
+        "gpt-oss",
+        "qwen3-fused-norm-mlp",
+        "qwen3-layers",
+        "gemma3-vision",
+    }
 
 
 @pytest.mark.parametrize("recipe", list(RECIPES))

@@ -17,7 +17,7 @@ from kconvert.kernels.dispatch import Dispatch
 from kconvert.kernels.layout import Layout
 from kconvert.kernels.registry import Registry, check_deps_reason
 from kconvert.kernels.report import module_device
-from kconvert.kernels.select import Candidate, Mode, Selection, select
+from kconvert.kernels.select import Candidate, Mode, select
 from kconvert.kernels.specs import layout_specs
 
 __all__ = ["assign_kernels", "assign_selections", "layout_kernels", "load_layout"]
@@ -56,15 +56,10 @@ def assign_selections(
     *,
     unavailable: dict[str, str],
     unsupported: dict[str, str],
-) -> Selection:
-    """Choose for every device type that a candidate names, the CPU and where the module is now.
-
-    Returns:
-        The choice for inference on the module's present device.
-    """
+) -> None:
+    """Choose for every device type that a candidate names, the CPU and where the module is now."""
     dispatch = cast("Dispatch", module.kconvert_dispatch)
-    here = module_device(module)
-    for device in dict.fromkeys(["cpu", here, *(candidate.device for candidate in candidates)]):
+    for device in dict.fromkeys(["cpu", module_device(module), *(candidate.device for candidate in candidates)]):
         for mode in Mode:
             selection = select(
                 candidates,
@@ -75,7 +70,6 @@ def assign_selections(
                 unsupported=unsupported,
             )
             dispatch.set(device, mode, selection, kernels.get(selection.kernel_id or ""))
-    return cast("Selection", dispatch.selection(here, Mode.INFERENCE))
 
 
 def assign_kernels(
@@ -86,7 +80,7 @@ def assign_kernels(
     origin: str,
     with_defaults: bool,
     parts_with_defaults: bool = False,
-) -> Selection:
+) -> None:
     """Fill the table of a module of a built-in layout.
 
     Args:
@@ -118,4 +112,4 @@ def assign_kernels(
         assign_kernels(
             module.get_submodule(name), part, named, origin=origin, with_defaults=with_defaults or parts_with_defaults
         )
-    return assign_selections(module, candidates, dict(known), unavailable=unavailable, unsupported=unsupported)
+    assign_selections(module, candidates, dict(known), unavailable=unavailable, unsupported=unsupported)

@@ -19,7 +19,7 @@ from kconvert.kernels.layout import is_patched, stock_class_of
 from kconvert.kernels.select import Mode, Selection
 from kconvert.names import starred
 
-__all__ = ["ModuleReport", "Report", "build_report", "module_device"]
+__all__ = ["ModuleReport", "Report", "build_report", "device_in", "module_device"]
 
 REFERENCE = "reference"
 
@@ -129,6 +129,11 @@ def module_device(module: nn.Module) -> str:
     return "cpu" if parameter is None else parameter.device.type
 
 
+def device_in(model: nn.Module, module: nn.Module) -> str:
+    """The device type of a module of a model; one without parameters is where its model is."""
+    return module_device(module if any(True for _ in module.parameters()) else model)
+
+
 def _patched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Dispatch]]:
     for path, module in model.named_modules():
         if is_patched(module) and cast("Dispatch", module.kconvert_dispatch).devices():
@@ -139,8 +144,7 @@ def build_report(model: nn.Module) -> Report:
     """The report of a model, patched or not."""
     modules = []
     for path, module, dispatch in _patched_modules(model):
-        # a module without parameters is where its model is
-        device = module_device(module if any(True for _ in module.parameters()) else model)
+        device = device_in(model, module)
         nothing = Selection(None, ())
         training = dispatch.selection(device, Mode.TRAINING) or nothing
         modules.append(

@@ -25,11 +25,13 @@ from kconvert.errors import (
 )
 from kconvert.files import blob_folders
 from kconvert.kernels.assign import assign_kernels, assign_selections
+from kconvert.kernels.dispatch import Dispatch
 from kconvert.kernels.layout import Layout, is_patched
 from kconvert.kernels.model import converted_class
 from kconvert.kernels.packages import PackageClasses, check_trust, copy_package, import_package
 from kconvert.kernels.registry import get_known_kernel
-from kconvert.kernels.select import Candidate, Selection
+from kconvert.kernels.report import device_in
+from kconvert.kernels.select import Candidate, Mode
 from kconvert.manifest import Manifest, PackageRecord, load_manifest, sha256_digest
 from kconvert.names import KERNELS_DIR, VARIANT
 from kconvert.runtime.buffers import restore_buffers
@@ -222,11 +224,12 @@ def _assign(model: Any, patches: Sequence[ResolvedPatch], kernels: str | Sequenc
             module = model.get_submodule(paths[0])
             if patch.layout is not None:
                 _check_facts(patch, module)
-            selection = _assign_module(patch, module, kernels)
+            _assign_module(patch, module, kernels)
+            selection = cast("Dispatch", module.kconvert_dispatch).selection(device_in(model, module), Mode.INFERENCE)
             for patched in filter(is_patched, module.modules()):
                 patched.kconvert_dispatch.strict = strict
-            if selection.kernel_id is None:
-                fallbacks.append((selection.reasons(), paths[0]))
+            if selection is None or selection.kernel_id is None:
+                fallbacks.append(("" if selection is None else selection.reasons(), paths[0]))
     why, where = next((item for item in fallbacks if item[0]), fallbacks[0] if fallbacks else ("", ""))
     example = f"{where} ({why or 'no kernel was asked for'})"
     nothing_runs = kernels != "reference" and len(fallbacks) == num_modules
@@ -240,17 +243,19 @@ def _assign(model: Any, patches: Sequence[ResolvedPatch], kernels: str | Sequenc
         )
 
 
-def _assign_module(patch: ResolvedPatch, module: nn.Module, kernels: str | Sequence[str]) -> Selection:
+def _assign_module(patch: ResolvedPatch, module: nn.Module, kernels: str | Sequence[str]) -> None:
     if patch.package is None:
         layout = cast("type[Layout]", patch.layout)
         if kernels == "auto":
-            return assign_kernels(module, layout, patch.record.kernels, origin="recipe", with_defaults=True)
-        named = () if kernels == "reference" else kernels
-        return assign_kernels(module, layout, named, origin="call", with_defaults=False)
+            assign_kernels(module, layout, patch.record.kernels, origin="recipe", with_defaults=True)
+        else:
+            named = () if kernels == "reference" else kernels
+            assign_kernels(module, layout, named, origin="call", with_defaults=False)
+        return
     kernel_id, package = patch.record.kernels[0], patch.package
     is_wanted = kernels == "auto" or (kernels != "reference" and kernel_id in kernels)
     candidate = Candidate(kernel_id, package.device, "recipe", bool(getattr(package.kernel, "has_backward", True)))
-    return assign_selections(
+    assign_selections(
         module,
         [candidate] if is_wanted else [],
         {kernel_id: package.kernel},

@@ -12,7 +12,7 @@ from kconvert.kernels.assign import layout_kernels, load_layout
 from kconvert.kernels.dispatch import Dispatch, attach
 from kconvert.kernels.layout import Layout, is_patched, patched_class
 from kconvert.kernels.registry import Registry, check_deps_reason
-from kconvert.kernels.report import ModuleReport, Report
+from kconvert.kernels.report import ModuleReport, Report, device_in
 from kconvert.kernels.select import ANY_DEVICE, Candidate, Mode, Selection, Verdict, select
 from tests.runtime.pairs import IDS, Pair, logits
 
@@ -321,3 +321,10 @@ def test_the_same_bases_give_the_same_class() -> None:
     assert (one.__name__, one.__qualname__, one.__module__) == ("Plain", "Plain", Plain.__module__)
     assert issubclass(one, Plain)
     assert issubclass(one, PlainLayout)
+
+
+def test_a_module_without_parameters_is_where_its_model_is() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.SiLU())
+    assert device_in(model, model[1]) == "meta"
+    assert device_in(nn.Sequential(nn.Linear(2, 2), model), model) == "meta"
+    assert device_in(nn.SiLU(), nn.SiLU()) == "cpu"
