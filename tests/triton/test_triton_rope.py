@@ -135,7 +135,8 @@ def test_the_bits_of_stock(name: str, dtypes: tuple[torch.dtype, torch.dtype], d
         found = rope(q, k, cos, sin, rotation=rotation._replace(size=size), heads_axis=axis)
         _same(found, expected)
         if name == "llama" and tokens > 1:  # what caches and attention get is laid out as they know it
-            assert [item.stride() for item in found] == [item.stride() for item in expected]
+            assert found[0].stride() == expected[0].stride()
+            assert found[1].is_contiguous()
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])

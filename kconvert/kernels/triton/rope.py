@@ -106,6 +106,7 @@ def _plan(
     norms: HeadNorms | None,
     unit: int,
     most: int,
+    k_heads_first: bool = False,
 ) -> _Plan:
     """`dtypes` are those of x, of cos and sin, of the weights, and of other tensors; `most` is how many elements a program has."""
     x, table, weight, *_ = dtypes
@@ -198,7 +199,9 @@ def _run_forward(
     rotation: Rotation,
     norms: HeadNorms | None,
     heads_axis: int,
+    k_heads_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """`k_heads_first`: the rotated k is contiguous as `[batch, heads, tokens, dim]`, where that is its shape."""
     q, *q_strides = _heads_last(q, heads_axis)
     k, *k_strides = _heads_last(k, heads_axis)
     cos, *cos_strides = _table(cos)
@@ -208,14 +211,17 @@ def _run_forward(
     heads, tokens = (shape[heads_axis], k.shape[heads_axis]), shape[3 - heads_axis]
     dtypes = (q.dtype, cos.dtype, None if q_weight is None else q_weight.dtype)
     rows = shape[0] * tokens
-    plan = _plan(dtypes, heads, shape[3], rotation, norms, unit, 1024 if rows <= _FEW_ROWS else 4096)
-    q_out, k_out = _empty_like(q, plan.result, heads_axis), _empty_like(k, plan.result, heads_axis)
+    k_heads_first = k_heads_first and heads_axis == 1
+    most = 1024 if rows <= _FEW_ROWS else 4096
+    plan = _plan(dtypes, heads, shape[3], rotation, norms, unit, most, k_heads_first)
+    q_out = _empty_like(q, plan.result, heads_axis)
+    k_out = _empty_like(k, plan.result, 2 if k_heads_first else heads_axis)
     _launch_forward(
         plan.key,
         (rows, plan.blocks[0] + plan.blocks[1], 1),
         (q, k, cos, sin, q_weight, k_weight, q_out, k_out),
         (tokens, *strides, *plan.scalars),
-        plan.constants,
+        (*plan.constants, k_heads_first),
         **plan.options,
     )
     return q_out, k_out
@@ -289,7 +295,7 @@ class RopeFunction(torch.autograd.Function):
         """As `rope`."""
         ctx.save_for_backward(cos, sin, *(() if norms is None else (q, k, q_weight, k_weight)))
         ctx.rotation, ctx.norms, ctx.heads_axis, ctx.dtype = rotation, norms, heads_axis, q.dtype
-        return _run_forward(q, k, cos, sin, q_weight, k_weight, rotation, norms, heads_axis)
+        return _run_forward(q, k, cos, sin, q_weight, k_weight, rotation, norms, heads_axis, False)
 
     @staticmethod
     @once_differentiable
@@ -329,7 +335,8 @@ def rope(
 
     Returns:
         Both in shape as they were given, and in memory with the heads of a token beside each other, as elementwise operations
-        leave what a projection gives.
+        leave what a projection gives; but k without gradients has the tokens of a head beside each other where it is given with
+        heads first, as caches keep it, which copy that faster.
     """
     if torch.is_grad_enabled() and (
         q.requires_grad
@@ -341,4 +348,4 @@ def rope(
             q, k, cos, sin, q_weight, k_weight, rotation, norms, heads_axis
         )
         return made
-    return _run_forward(q, k, cos, sin, q_weight, k_weight, rotation, norms, heads_axis)
+    return _run_forward(q, k, cos, sin, q_weight, k_weight, rotation, norms, heads_axis, True)

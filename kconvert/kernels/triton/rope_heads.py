@@ -125,6 +125,7 @@ def _rotate_heads(
     x_start,
     head_stride,
     y_start,
+    y_head_stride,
     first_head,
     cos1,
     cos2,
@@ -152,7 +153,7 @@ def _rotate_heads(
     heads = first_head + tl.arange(0, ROWS)
     inside = heads < HEADS
     starts = x_start + heads * head_stride
-    places = y_start + heads * DIM
+    places = y_start + heads * y_head_stride
     x1, x2 = _load_pairs(x_ptr + START, starts, inside, HALF, ROWS, BLOCK, IS_INTERLEAVED)
     x1 = x1.to(WIDE)
     x2 = x2.to(WIDE)
@@ -229,8 +230,12 @@ def turn_forward(
     N_TYPE: tl.constexpr,
     ARITHMETIC: tl.constexpr,
     WIDE: tl.constexpr,
+    K_HEADS_FIRST: tl.constexpr,
 ):
-    """Program (i, j) turns block j of the heads of token i, those of q first; `*_out` are contiguous with heads behind tokens."""
+    """Program (i, j) turns block j of the heads of token i, those of q first.
+
+    `*_out` are contiguous with heads behind tokens; that of k with tokens behind heads where `K_HEADS_FIRST`.
+    """
     row = tl.program_id(0).to(tl.int64)
     batch = row // num_tokens
     token = row % num_tokens
@@ -248,6 +253,7 @@ def turn_forward(
             (batch * q_batch + token * q_token) * UNIT,
             q_head.to(tl.int64) * UNIT,
             row * (Q_HEADS * DIM),
+            DIM,
             block * Q_ROWS,
             cos1,
             cos2,
@@ -273,13 +279,20 @@ def turn_forward(
             WIDE,
         )
     else:
+        if K_HEADS_FIRST:
+            k_start = (batch * K_HEADS * num_tokens + token) * DIM
+            k_out_head = num_tokens.to(tl.int64) * DIM
+        else:
+            k_start = row * (K_HEADS * DIM)
+            k_out_head = tl.full([], DIM, tl.int64)
         _rotate_heads(
             k_ptr,
             k_weight_ptr,
             k_out_ptr,
             (batch * k_batch + token * k_token) * UNIT,
             k_head.to(tl.int64) * UNIT,
-            row * (K_HEADS * DIM),
+            k_start,
+            k_out_head,
             (block - NUM_Q) * K_ROWS,
             cos1,
             cos2,
