@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
@@ -99,22 +100,27 @@ def names_of(subject: str) -> Iterator[None]:
         vars(modeling_qwen3).update(_STOCK_NAMES)
 
 
-def seconds_of(run: Callable[[], Any]) -> float:
-    """One call, waited for."""
+def seconds_of(run: Callable[[], Any], *, times: int = 1) -> float:
+    """One call, waited for; of several in a row, which end as fast as the device can go on, the mean."""
     torch.cuda.synchronize()
     started = time.perf_counter()
-    run()
+    for _ in range(times):
+        run()
     torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return (time.perf_counter() - started) / times
 
 
 def in_turns(
     measure: Callable[[str], float], subjects: tuple[str, ...], *, warm: int, rounds: int
 ) -> dict[str, list[float]]:
-    """What `measure` gives for every subject, one after another in each round; the first `warm` rounds do not count."""
+    """What `measure` gives for every subject, one after another in each round; the first `warm` rounds do not count.
+
+    The order changes from round to round: a device at its power limit is faster after a subject that needs less of it.
+    """
     found: dict[str, list[float]] = {subject: [] for subject in subjects}
+    shuffled = random.Random(0)
     for turn in range(warm + rounds):
-        for subject in subjects:
+        for subject in shuffled.sample(subjects, len(subjects)):
             with names_of(subject):
                 measured = measure(subject)
             if turn >= warm:
@@ -138,6 +144,7 @@ class Results:
             for name, all_ in times.items()
             if name != "kconvert"
         }
+        entry["all_ms"] = {name: [round(each * 1e3, 3) for each in all_] for name, all_ in times.items()}
         self.found[what] = entry | others
         texts = [f"{name} {value:.2f}" for name, value in entry["ms"].items()]
         ratios = [f"{name} {value:.3f}" for name, value in entry["ratio"].items()]
@@ -275,7 +282,7 @@ def bench_inference(sizes: dict[str, int], only: set[str], results: Results, row
         floor = products(models["kconvert"], PREFILL_TOKENS)
         runs: dict[str, Callable[[], Any]] = {name: lambda name=name: prefill(name) for name in models}  # type: ignore[misc]
         runs["products and attention"] = floor
-        times = in_turns(lambda name: seconds_of(runs[name]), tuple(runs), warm=3, rounds=rounds)
+        times = in_turns(lambda name: seconds_of(runs[name], times=4), tuple(runs), warm=1, rounds=rounds)
         results.add("prefill 4096", times)
         for name in runs if rows else ():
             with names_of(name):

@@ -7,6 +7,7 @@ on a CPU.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,7 @@ class Case:
         modules: makes the stock modules, on the CPU in float32 with random weights.
         inputs: (device, dtype) to what is passed.
         num_moved: how many elements are read and written at least; 0 where that is not what the operation costs.
+        is_compiled: whether the stock module is timed under `torch.compile` too; a loop over experts takes minutes there.
         peers: what else computes it, as `liger`, by what makes it with the weights of the first stock module.
     """
 
@@ -55,6 +57,7 @@ class Case:
     modules: Callable[[], Sequence[nn.Module]]
     inputs: Callable[[torch.device, torch.dtype], Inputs]
     num_moved: int = 0
+    is_compiled: bool = True
     peers: Mapping[str, Callable[[nn.Module], Callable[..., Any]]] = field(default_factory=dict)
 
 
@@ -108,7 +111,7 @@ def _rms_norm(rows: int, hidden: int) -> Case:
         lambda: [_scattered(Qwen3RMSNorm(hidden))],
         _random(1, rows, hidden),
         2 * rows * hidden,
-        {"torch": torch_norm, "liger": liger},
+        peers={"torch": torch_norm, "liger": liger},
     )
 
 
@@ -176,7 +179,7 @@ def _experts(tokens: int, hidden: int, intermediate: int, num_experts: int, top_
         num_experts=num_experts,
         num_experts_per_tok=top_k,
     )
-    config._experts_implementation = "eager"
+    config = _with_implementation(config, "eager")
 
     def make() -> list[nn.Module]:
         experts = Qwen3MoeExperts(config)
@@ -189,7 +192,12 @@ def _experts(tokens: int, hidden: int, intermediate: int, num_experts: int, top_
         weights, index = torch.rand(tokens, num_experts, device=device).softmax(-1).topk(top_k)
         return Inputs((states, index, (weights / weights.sum(-1, keepdim=True)).to(dtype)), {})
 
-    return Case("experts", f"{tokens} tokens, {num_experts} x {hidden} x {intermediate}, top {top_k}", make, inputs)
+    def grouped(stock: nn.Module) -> nn.Module:
+        other = Qwen3MoeExperts(_with_implementation(config, "grouped_mm"))
+        return _with_weights_of(stock, other)
+
+    label = f"{tokens} x {hidden}, {top_k} of {num_experts} x {intermediate}"
+    return Case("experts", label, make, inputs, is_compiled=False, peers={"grouped_mm": grouped})
 
 
 _MAKERS: dict[str, Callable[..., Case]] = {
@@ -217,6 +225,13 @@ def _config(
     )
     config._attn_implementation = "sdpa"
     return config
+
+
+def _with_implementation(config: Qwen3MoeConfig, name: str) -> Qwen3MoeConfig:
+    """A copy by which stock experts compute as transformers calls it."""
+    changed = copy.deepcopy(config)
+    changed._experts_implementation = name
+    return changed
 
 
 def _scattered(norm: nn.Module) -> nn.Module:

@@ -46,8 +46,9 @@ class BenchRow:
         dtype: of the weights and inputs.
         mode: `forward`, or `forward + backward`.
         error: the largest difference from the stock module, as a share of its largest value.
-        seconds: subject (`kernel`, `reference`, `compile`, `torch`, `liger`) to seconds on the device.
+        seconds: subject (`kernel`, `reference`, `compile`, `torch`, `grouped_mm`, `liger`) to seconds on the device.
         host_seconds: the same on the host, until the device has its work; where the device is that fast only.
+        bytes_moved: what the kernel has to read and write at least; 0 where that is not what it costs.
         copy_share: of the kernel, the share of the speed of a copy of as many bytes; None where the case moves few.
         problem: why it was not timed.
     """
@@ -59,6 +60,7 @@ class BenchRow:
     error: float | None
     seconds: Mapping[str, float]
     host_seconds: Mapping[str, float]
+    bytes_moved: int
     copy_share: float | None
     problem: str | None
 
@@ -147,7 +149,7 @@ def _rows_of(
     dtype_name = str(dtype).removeprefix("torch.")
 
     def refused(case: str, problem: str) -> BenchRow:
-        return BenchRow(kernel_id, case, dtype_name, "forward", None, {}, {}, None, problem)
+        return BenchRow(kernel_id, case, dtype_name, "forward", None, {}, {}, 0, None, problem)
 
     if reason is not None:
         yield refused("-", reason)
@@ -172,7 +174,7 @@ def _rows_of_subject(subject: _Subject, *, has_backward: bool) -> Iterator[Bench
         mode = "forward + backward" if needs_grad else "forward"
         error, problem = subject.check(needs_grad=needs_grad)
         if problem is not None:
-            yield BenchRow(subject.kernel_id, subject.label, dtype, mode, error, {}, {}, None, problem)
+            yield BenchRow(subject.kernel_id, subject.label, dtype, mode, error, {}, {}, 0, None, problem)
             return
         yield subject.timed(mode, error, needs_grad=needs_grad)
 
@@ -187,7 +189,7 @@ class _Subject:
 
     Attributes:
         label: the case, for people.
-        calls: subject to call; `kernel`, `reference` and `compile` are always there.
+        calls: subject to call; `kernel` and `reference` are always there.
         stock: what the kernel has to give.
         modules: of the kernel's call and of `stock`, whose gradients are cleared.
         num_moved: see `Case`.
@@ -232,7 +234,9 @@ class _Subject:
                 result = module(result)
             return result
 
-        calls = {"kernel": packed, "reference": packed.reference, "compile": torch.compile(run_stock)}
+        calls = {"kernel": packed, "reference": packed.reference}
+        if case.is_compiled:
+            calls["compile"] = torch.compile(run_stock)
         for name, make in case.peers.items():
             with suppress(ImportError):  # not installed
                 calls[name] = make(stock[0])
@@ -300,6 +304,7 @@ class _Subject:
             error,
             seconds,
             host,
+            self.num_moved * self.dtype.itemsize if not needs_grad else 0,
             self._copy_share(seconds["kernel"]) if not needs_grad else None,
             None,
         )
