@@ -1,4 +1,5 @@
-"""The generated parts of these pages: recipe keys from the schema, commands from the app, kernels from their specs.
+"""The generated parts of these pages: recipe keys from the schema, commands from the app, kernels from their specs, figures
+from `benchmarks/results`.
 
 A part stands between `<!-- generated: NAME -->` and `<!-- end -->`.  `python docs/generate.py` writes all of them
 again, `--check` only says which ones are not what the code says.  Everything else on the pages is written by hand.
@@ -8,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -25,6 +27,7 @@ from kconvert.recipe import Patch, Recipe, Target, load_recipe, shipped_recipes
 from kconvert.transforms import NOTHING, LayoutSpec, Rule
 
 DOCS = Path(__file__).resolve().parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
 _PART = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -128,9 +131,32 @@ def exit_codes() -> str:
     return _table(("Exit code", "Meaning"), [(str(code), " ".join(by_code[code])) for code in sorted(by_code)])
 
 
+def gpu_model() -> str:
+    """What `benchmarks/cuda_model.py` measured."""
+    found = json.loads((RESULTS / "cuda_model.json").read_text())
+    names = ("stock", "liger", "kconvert", "products and attention")
+    rows = []
+    for what, entry in found["measured"].items():
+        times = [f"{entry['ms'][name]:.2f}" if name in entry["ms"] else "" for name in names]
+        ratios = [f"{value:.2f}" if (value := entry["ratio"].get(f"kconvert / {name}")) else "" for name in names[:2]]
+        rows.append((what, *times, *ratios))
+    head = ("ms", "stock", "Liger", "kconvert", "products and attention alone", "kconvert / stock", "kconvert / Liger")
+    peaks = found["measured"]["training step"]["peak_gb"]
+    memory = ", ".join(f"{name} {peaks[name]:.2f}" for name in names[:3])
+    return f"{_table(head, rows)}\n\nPeak memory of a training step above the weights, GB: {memory}.\n\n{_machine(found['machine'])}"
+
+
+def _machine(machine: Mapping[str, str]) -> str:
+    versions = ", ".join(
+        f"{name} {value}" for name, value in machine.items() if name not in ("device", "copy_gb_per_s")
+    )
+    return f"{machine['device']}, a copy on it {machine['copy_gb_per_s']} GB/s read and written; {versions}."
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "exit-codes": exit_codes,
+    "gpu-model": gpu_model,
     "layouts": layouts,
     "recipe-keys": recipe_keys,
     "recipes": recipes,
