@@ -122,6 +122,19 @@ def _loaded(
     return gate, up
 
 
+@triton.jit
+def _block(num_rows, size, num_blocks, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows and columns of a program, where its pairs lie if interleaved, and which of both there are."""
+    program = tl.program_id(0)
+    rows = (program // num_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    block = program % num_blocks
+    columns = block * COLUMNS + tl.arange(0, COLUMNS)
+    pairs = block * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)
+    mask = (rows < num_rows)[:, None] & (columns < size)[None, :]
+    pair_mask = (rows < num_rows)[:, None] & (pairs < 2 * size)[None, :]
+    return rows, columns, pairs, mask, pair_mask
+
+
 @triton.jit(do_not_specialize=["num_rows", "size_units", "num_blocks", "inner", "outer_units", "inner_units"])
 def _forward(
     packed_ptr,
@@ -144,16 +157,9 @@ def _forward(
     WIDE: tl.constexpr,
 ):
     NARROW: tl.constexpr = y_ptr.dtype.element_ty
-    program = tl.program_id(0)
-    rows = (program // num_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    block = program % num_blocks
-    columns = block * COLUMNS + tl.arange(0, COLUMNS)
-    pairs = block * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)
     size = size_units * UNIT
-    starts = row_starts(rows, inner, outer_units, inner_units, IS_FLAT, UNIT)
-    mask = (rows < num_rows)[:, None] & (columns < size)[None, :]
-    pair_mask = (rows < num_rows)[:, None] & (pairs < 2 * size)[None, :]
-    row_places = packed_ptr + starts[:, None]
+    rows, columns, pairs, mask, pair_mask = _block(num_rows, size, num_blocks, ROWS, COLUMNS)
+    row_places = packed_ptr + row_starts(rows, inner, outer_units, inner_units, IS_FLAT, UNIT)[:, None]
     gate, up = _loaded(row_places, columns, pairs, mask, pair_mask, size, IS_UP_FIRST, IS_INTERLEAVED, ROWS, COLUMNS)
     gate, up = _clamped(gate.to(WIDE), up.to(WIDE), LIMIT)
     if ACTIVATION == "swiglu_oai":
@@ -189,16 +195,9 @@ def _backward(
     WIDE: tl.constexpr,
 ):
     NARROW: tl.constexpr = dpacked_ptr.dtype.element_ty
-    program = tl.program_id(0)
-    rows = (program // num_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    block = program % num_blocks
-    columns = block * COLUMNS + tl.arange(0, COLUMNS)
-    pairs = block * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)
     size = size_units * UNIT
-    starts = row_starts(rows, inner, outer_units, inner_units, IS_FLAT, UNIT)
-    mask = (rows < num_rows)[:, None] & (columns < size)[None, :]
-    pair_mask = (rows < num_rows)[:, None] & (pairs < 2 * size)[None, :]
-    row_places = packed_ptr + starts[:, None]
+    rows, columns, pairs, mask, pair_mask = _block(num_rows, size, num_blocks, ROWS, COLUMNS)
+    row_places = packed_ptr + row_starts(rows, inner, outer_units, inner_units, IS_FLAT, UNIT)[:, None]
     raw_gate, raw_up = _loaded(
         row_places, columns, pairs, mask, pair_mask, size, IS_UP_FIRST, IS_INTERLEAVED, ROWS, COLUMNS
     )
