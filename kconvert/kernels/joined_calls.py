@@ -25,6 +25,7 @@ from kconvert.kernels.stock_function import NotJoinableError, compile_like, pars
 
 __all__ = [
     "NotJoinableError",
+    "apply_output",
     "check_scope",
     "innermost_run",
     "is_in_place",
@@ -55,13 +56,14 @@ def join_calls(stock: type[nn.Module], packed: str, parts: Sequence[str]) -> Cal
         NotJoinableError: the forward is not of this kind; the text says why.
     """
     definition, function, filename = joined_definition(stock, packed, parts)
+    apply_output(definition)
     return redecorate(stock.forward, function, compile_like(definition, function, filename))
 
 
 def joined_definition(
     stock: type[nn.Module], packed: str, parts: Sequence[str]
 ) -> tuple[ast.FunctionDef, FunctionType, str]:
-    """What `join_calls` compiles: the changed syntax tree, the stock function below its decorators, and its file."""
+    """The syntax tree with the calls joined, the stock function below its decorators, and its file."""
     definition, function, filename = stock_definition(stock)
     self_name = definition.args.args[0].arg
     calls = {part: _calls_of(definition, self_name, part) for part in parts}
@@ -69,11 +71,15 @@ def joined_definition(
         if len(found) != 1:
             raise NotJoinableError(f"its forward calls {part} {len(found)} times")
     _join(definition, self_name, packed, {part: found[0] for part, found in calls.items()})
-    for call in _calls_of(definition, self_name, _OUTPUT):
+    return definition, function, filename
+
+
+def apply_output(definition: ast.FunctionDef) -> None:
+    """Let `kconvert_apply` call the projection behind attention, in place."""
+    for call in _calls_of(definition, definition.args.args[0].arg, _OUTPUT):
         if len(call.args) == 1 and not call.keywords and not isinstance(call.args[0], ast.Starred):
             call.args.insert(0, ast.copy_location(ast.Constant(_OUTPUT), call))
             cast("ast.Attribute", call.func).attr = "kconvert_apply"
-    return definition, function, filename
 
 
 def stock_definition(stock: type[nn.Module]) -> tuple[ast.FunctionDef, FunctionType, str]:

@@ -21,7 +21,14 @@ from typing import Any, cast
 
 from torch import nn
 
-from kconvert.kernels.joined_calls import innermost_run, is_in_place, joined_definition, stock_definition, targets_of
+from kconvert.kernels.joined_calls import (
+    apply_output,
+    innermost_run,
+    is_in_place,
+    joined_definition,
+    stock_definition,
+    targets_of,
+)
 from kconvert.kernels.ops.rope.variant import RopeVariant, prove_rope
 from kconvert.kernels.stock_function import NotJoinableError, compile_like, redecorate
 
@@ -60,6 +67,8 @@ def fuse_rope(stock: type[nn.Module], *, packed: str | None = None, parts: Seque
     definition, function, filename = (
         stock_definition(stock) if packed is None else joined_definition(stock, packed, parts)
     )
+    if packed is not None:
+        apply_output(definition)
     variants: dict[Any, RopeVariant] = {}
     num_norms = 0
     self_name = definition.args.args[0].arg
