@@ -12,6 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply
 
 from kconvert.benching.cases import Inputs
 from kconvert.kernels.gated_variant import GatedVariant, gated_formula
+from kconvert.kernels.rotation import Rotation
 
 __all__ = ["Part", "parts_of"]
 
@@ -68,7 +69,7 @@ def _silu_mul(rows: int, size: int) -> Part:
 
 
 def _rotation(tokens: int, num_heads: int, num_kv_heads: int, dim: int) -> Part:
-    from kconvert.kernels.triton.rope import Rotation, rope
+    from kconvert.kernels.triton.rope import rope
 
     def inputs(device: torch.device, dtype: torch.dtype) -> Inputs:
         q, k = (

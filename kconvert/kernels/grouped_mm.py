@@ -33,9 +33,10 @@ def grouped_mm_reason(rows: torch.Tensor, *weights: torch.Tensor) -> str | None:
         return f"it does not take {str(rows.dtype).removeprefix('torch.')} on {rows.device.type}"
     units = 16 // rows.element_size()
     for weight in weights:
-        strides = sorted(weight.stride())
-        if strides[0] != 1 or any(stride % units for stride in strides[1:]):
-            return "a weight has rows that are not aligned to 16 bytes"
+        # what goes in and comes out has rows as long as a weight is wide and high
+        strides, (_, *sizes) = sorted(weight.stride()), weight.shape
+        if strides[0] != 1 or any(each % units for each in (*strides[1:], *sizes)):
+            return "a weight has rows or columns that are not multiples of 16 bytes"
         if not torch.compiler.is_compiling() and weight.data_ptr() % 16:
             return "a weight is not aligned to 16 bytes"
     if rows.is_cuda and torch.cuda.get_device_capability(rows.device) < _OLDEST_CAPABILITY:

@@ -37,8 +37,6 @@ OPTIONAL: Mapping[str, str] = {
 """Import name of every part that kconvert works without, and what it is for."""
 TORCH_BACKENDS = ("torch_npu",)
 """Import names of what torch loads by itself, and cannot be imported with where it is broken."""
-_NEEDED_BY: Mapping[str, str] = {"triton": "cuda", "torch_npu": "npu"}
-"""Import name to the device type whose kernels need it."""
 
 _ORDER = ("torch", "device", "triton", "torch_npu", "kernels", "transformers", "safetensors", "accelerate")
 _REPAIRS = {
@@ -96,15 +94,11 @@ class KernelsRange:
 
 @dataclass(frozen=True)
 class KernelCounts:
-    """Kernels that run here, kernels that are known, and modules with kernels that do not import.
-
-    `devices` are the device types for which a known kernel has device code.
-    """
+    """Kernels that run here, kernels that are known, and modules with kernels that do not import."""
 
     num_usable: int
     num_known: int
     num_broken_modules: int = 0
-    devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -200,9 +194,6 @@ def _package(facts: Environment, name: str) -> Part:
     wanted = (facts.requirements or {}).get(name, Requirement(""))
     version = package.version or "-"
     if not package.is_installed:
-        if name in OPTIONAL and _no_kernel_needs(facts, name):
-            note = f"{OPTIONAL[name]}; none of this version's kernels needs it"
-            return Part(name, "-", Usable.ABSENT, note)
         if name in OPTIONAL:
             return Part(name, "-", Usable.ABSENT, OPTIONAL[name], _install(name, wanted))
         return Part(name, "-", Usable.NO, "not installed", _install(name, wanted))
@@ -211,11 +202,6 @@ def _package(facts: Environment, name: str) -> Part:
     if package.version is not None and not version_fits(package.version, wanted.versions):
         return Part(name, version, Usable.NO, f"kconvert needs {wanted.versions}", _pin(name, wanted.versions))
     return Part(name, version, Usable.YES)
-
-
-def _no_kernel_needs(facts: Environment, name: str) -> bool:
-    """Whether a part is for kernels of one device type, and none of these has device code yet."""
-    return name in _NEEDED_BY and facts.kernels is not None and _NEEDED_BY[name] not in facts.kernels.devices
 
 
 def _failure(facts: Environment, name: str, failure: str, wanted: Requirement) -> tuple[str, str]:

@@ -63,8 +63,6 @@ def probe_environment() -> Environment:
     answers |= _ask_all([*second, *(["catalog"] if device is not None else [])], hidden)
     taken = answers.get("transformers", {}).get("kernels_range")
     counts = answers.get("catalog", {"failure": "not asked"})
-    if "failure" not in counts:
-        counts["devices"] = tuple(counts["devices"])  # JSON has no tuples
     return Environment(
         python=platform.python_version(),
         kconvert=__version__,
@@ -253,10 +251,7 @@ def _ask_catalog(given: dict[str, Any]) -> None:
     failures = scan_all_kernels()
     kernels = Registry.catalog().values()
     reasons = [check_deps_reason(kernel) for kernel in kernels]
-    devices = sorted({kernel.device().value for kernel in kernels if kernel.has_device_code()})
-    given.update(
-        num_usable=reasons.count(None), num_known=len(reasons), num_broken_modules=len(failures), devices=devices
-    )
+    given.update(num_usable=reasons.count(None), num_known=len(reasons), num_broken_modules=len(failures))
 
 
 def _ask_transformers(given: dict[str, Any]) -> None:

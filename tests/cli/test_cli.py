@@ -193,7 +193,7 @@ def test_list_kernels_json(capsys: Capture) -> None:
 def test_list_kernels_by_device_and_without_probe(capsys: Capture) -> None:
     _, out, _ = _run(capsys, "list-kernels", "--device", "npu", "--no-probe", "--json")
     rows = json.loads(out)
-    names = ("gated_rmsnorm", "geglu", "moe", "qkv", "rmsnorm", "rmsnorm_swiglu", "rope", "swiglu")
+    names = ("decoder_layer", "gated_rmsnorm", "geglu", "moe", "qkv", "rmsnorm", "rmsnorm_swiglu", "rope", "swiglu")
     assert [row["id"] for row in rows] == [f"npu_fused_{name}" for name in names]
     assert {row["available"] for row in rows} == {None}
 
@@ -203,7 +203,8 @@ def test_list_kernels_table_names_reasons(capsys: Capture, monkeypatch: pytest.M
     code, out, _ = _run(capsys, "list-kernels")
     assert code == 0
     assert re.search(r"cpu_fused_swiglu\s+cpu\s+gated_mlp\s+yes", out)
-    assert re.search(r"npu_fused_swiglu\s+npu\s+gated_mlp\s+no: not in this version", out)
+    assert re.search(r"npu_fused_swiglu\s+npu\s+gated_mlp\s+no: torch_npu is not", out)
+    assert re.search(r"npu_fused_gated_rmsnorm\s+npu\s+gated_rms_norm\s+no: not in this version", out)
     assert max(map(len, out.splitlines())) <= 80
 
 

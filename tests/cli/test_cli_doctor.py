@@ -18,7 +18,6 @@ import pytest
 
 from kconvert import __version__
 from kconvert.cli import doctor, main
-from kconvert.kernels.registry import Registry
 from kconvert.kernels.specs import kernel_specs
 from kconvert.runtime.environment import (
     OPTIONAL,
@@ -65,7 +64,7 @@ GPU_MACHINE = Environment(
     device=GPU,
     c_compiler="/usr/bin/gcc",
     kernels_range=KernelsRange(is_taken=True, versions=">=0.17.2,<0.18.0"),
-    kernels=KernelCounts(5, 15, devices=("cpu", "cuda", "npu")),
+    kernels=KernelCounts(5, 15),
 )
 """A machine on which everything is as it should be, with two GPUs and no NPU."""
 
@@ -120,19 +119,6 @@ def test_optional_packages_that_are_absent_say_what_they_are_for() -> None:
         extra = {"triton": "'kconvert[cuda]'", "torch_npu": "'kconvert[npu]'", "kernels": "'kconvert[hub]'"}
         fix = f"pip install {extra.get(name, name)}"
         assert _part(facts, name) == Part(name, "-", Usable.ABSENT, purpose, fix)
-
-
-def test_what_no_kernel_needs_yet_is_not_advised() -> None:
-    absent = _with(triton=PackageFacts(False))
-    notes = {"triton": "for kernels on NVIDIA GPUs", "torch_npu": "for Ascend NPUs"}
-    for devices, needless in ((("cpu",), {"triton", "torch_npu"}), (("cpu", "cuda"), {"torch_npu"})):
-        facts = replace(absent, kernels=KernelCounts(5, 15, devices=devices))
-        for name, note in notes.items():
-            part = _part(facts, name)
-            more = "; none of this version's kernels needs it" if name in needless else ""
-            assert (part.usable, part.note) == (Usable.ABSENT, note + more)
-            assert bool(part.fix) == (name not in needless)
-    assert _part(replace(absent, kernels=None), "triton").fix == "pip install 'kconvert[cuda]'"
 
 
 def test_kconvert_that_is_not_installed() -> None:
@@ -355,9 +341,6 @@ def test_what_is_found_with_stand_ins(site: Path) -> None:
     assert value["device"]["memory_bytes"] > 2**28
     assert value["device"]["warning"] == "CUDA initialization: the driver is too old"
     assert "(CUDA initialization: the driver is too old)" in parts["device"]["note"]
-    with_code = {kernel.device().value for kernel in Registry.catalog().values() if kernel.has_device_code()}
-    for name, device in (("triton", "cuda"), ("torch_npu", "npu")):
-        assert ("none of this version's kernels needs it" in parts[name]["note"]) == (device not in with_code)
     assert parts["accelerate"]["fix"] == ""
 
 

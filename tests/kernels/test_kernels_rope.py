@@ -311,7 +311,7 @@ class Formula:
 @pytest.fixture
 def formula(monkeypatch: pytest.MonkeyPatch) -> Formula:
     made = Formula()
-    monkeypatch.setattr(fused, "_device_code", lambda: made)
+    monkeypatch.setattr(fused, "_device_code", lambda device: fused.DeviceCode(made))
     return made
 
 

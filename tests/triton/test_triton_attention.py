@@ -58,7 +58,7 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     counted = Launches()
-    monkeypatch.setattr(fused, "_device_code", lambda: counted)
+    monkeypatch.setattr(fused, "_device_code", lambda device: fused.DeviceCode(counted))
     return counted
 
 

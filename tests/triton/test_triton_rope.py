@@ -20,8 +20,9 @@ from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.openai_privacy_filter import modeling_openai_privacy_filter
 from transformers.models.phi3 import modeling_phi3
 
+from kconvert.kernels.rotation import HeadNorms, Rotation
 from kconvert.kernels.triton import rope as module
-from kconvert.kernels.triton.rope import HeadNorms, Rotation, rope
+from kconvert.kernels.triton.rope import rope
 from tests.triton.norm_checks import TOLERANCES, Poisoned, assert_near, round_as_on_devices, rounded
 
 DTYPES = list(TOLERANCES)

@@ -24,41 +24,12 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from kconvert.kernels.rotation import HeadNorms, Rotation
 from kconvert.kernels.triton.launch import Launcher, num_processors
 from kconvert.kernels.triton.rope_heads import turn_backward, turn_forward
 from kconvert.kernels.triton.rows import read_unit
 
-__all__ = ["HeadNorms", "RopeFunction", "Rotation", "rope"]
-
-
-class Rotation(NamedTuple):
-    """How heads are rotated.
-
-    Attributes:
-        size: elements of a head that are rotated; even.
-        start: where in the head they begin.
-        is_interleaved: pairs are (0, 1), (2, 3), ...; else (0, size / 2), (1, size / 2 + 1), ...
-        writes_halves: pairs are written half a rotation apart, wherever they were read.
-        has_half_table: cos and sin have one element for each pair, else one for each element.
-        is_wide: torch computes it in float32 at least.
-        keeps_dtype: the result is cast to the dtype of q and k, else it is left in the one that torch computes it in.
-    """
-
-    size: int
-    start: int = 0
-    is_interleaved: bool = False
-    writes_halves: bool = True
-    has_half_table: bool = False
-    is_wide: bool = False
-    keeps_dtype: bool = False
-
-
-class HeadNorms(NamedTuple):
-    """The RMSNorm of each head of q and k before the rotation; see `kconvert.kernels.ops.rms_norm.layout`."""
-
-    eps: float
-    offset: float
-    cast_first: bool
+__all__ = ["RopeFunction", "rope"]
 
 
 _launch_forward = Launcher(turn_forward)

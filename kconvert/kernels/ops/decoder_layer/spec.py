@@ -23,6 +23,7 @@ SPEC = LayoutSpec(
     ),
     kernels=(
         KernelEntry("cuda_fused_decoder_layer", "cuda"),
+        KernelEntry("npu_fused_decoder_layer", "npu"),
         KernelEntry("cpu_fused_decoder_layer", "cpu"),
     ),
     module="kconvert.kernels.ops.decoder_layer.layout:DecoderLayerLayout",

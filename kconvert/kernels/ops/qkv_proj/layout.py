@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from kconvert.kernels.joined_calls import is_in_place, join_calls, stock_definition
+from kconvert.kernels.joined_layout import JoinedKernel
 from kconvert.kernels.ops.qkv_proj.spec import SPEC
 from kconvert.kernels.ops.rope.fused import RotatingLayout
 from kconvert.kernels.packed_linear import PackedLinearLayout, call_linear
 from kconvert.kernels.rope_calls import NotJoinableError, fuse_rope
 
-__all__ = ["QKVProjLayout"]
+__all__ = ["QKVProjLayout", "RotatingKernel"]
 
 
 class QKVProjLayout(RotatingLayout, PackedLinearLayout):
@@ -77,3 +78,20 @@ class QKVProjLayout(RotatingLayout, PackedLinearLayout):
         joined = call_linear(cast("nn.Module", self._modules[packed]), hidden)
         split: tuple[torch.Tensor, ...] = joined.split(self.kconvert_sizes(packed, joined.shape[-1]), dim=-1)
         return split
+
+
+class RotatingKernel(JoinedKernel):
+    """Base of kernels that norm and rotate q and k in a call of their own."""
+
+    @staticmethod
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What the stock forward takes and gives; hidden states are `[batch, tokens, hidden]`."""
+        if torch.compiler.is_compiling():
+            return JoinedKernel.forward(module, *args, **kwargs)
+        patched = cast("Any", type(module))
+        rotating = patched.kconvert_rope_forward
+        if rotating is None:
+            return JoinedKernel.forward(module, *args, **kwargs)
+        if patched.kconvert_joined_from is not patched.kconvert_stock_class.forward:  # replaced after the choice
+            return cast("Any", module).reference(*args, **kwargs)
+        return rotating(module, *args, **kwargs)

@@ -1,16 +1,18 @@
-"""Packed attention projections on Ascend NPU: the ID, so that recipes can name it; the device code is still to come."""
+"""Packed attention projections on Ascend NPU: one GEMM, then norms and rotation of q and k by operators."""
 
-from kconvert.kernels.base import DeviceType, LayoutKernel
-from kconvert.kernels.ops.qkv_proj.layout import QKVProjLayout
+from __future__ import annotations
+
+from kconvert.kernels.npu import NpuKernel
+from kconvert.kernels.ops.qkv_proj.layout import QKVProjLayout, RotatingKernel
 from kconvert.kernels.registry import register_kernel
 
 __all__ = ["NpuFusedQKV"]
 
 
 @register_kernel
-class NpuFusedQKV(LayoutKernel):
-    """The stock attention with q, k and v from one Ascend NPU projection."""
+class NpuFusedQKV(RotatingKernel, NpuKernel):
+    """The stock forward with q, k and v from one projection, and q and k normed and rotated by operators."""
 
     _kernel_id = "npu_fused_qkv"
-    _device = DeviceType.NPU
     layout = QKVProjLayout
+    operators = ("npu_rotary_mul", "npu_rms_norm")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,11 +19,9 @@ from kconvert.kernels.joined_layout import JoinedLayout
 from kconvert.kernels.layout import has_hooks, stock_class_of
 from kconvert.kernels.ops.rms_norm.layout import RMSNormLayout, RMSNormVariant, prove_variant
 from kconvert.kernels.ops.rope.variant import Part, RopeVariant, Table, is_as_made
+from kconvert.kernels.rotation import HeadNorms, Rotation
 
-if TYPE_CHECKING:
-    from kconvert.kernels.triton.rope import HeadNorms, Rotation
-
-__all__ = ["Norms", "RotatingLayout"]
+__all__ = ["DeviceCode", "Norms", "RotatingLayout"]
 
 Norms = tuple[str, str, bool]
 """The norms of q and of k, and whether heads and tokens are exchanged behind them."""
@@ -68,6 +66,9 @@ class RotatingLayout(JoinedLayout):
             q, k = _normed(self, norms, q, k)
         axis = None if variant is None else _heads_axis(variant, q, k, cos, sin, unsqueeze_dim)
         rotation = None if variant is None or axis is None else _rotation(variant, q.shape[-1], cos.shape[-1])
+        code = _device_code(q.device.type)
+        if rotation is not None and code.takes is not None and not code.takes(q, k, cos, rotation, axis, heads):
+            rotation = None
         if axis is None or rotation is None:
             if norms is not None and heads is not None:
                 q, k = _normed(self, norms, q, k)
@@ -76,9 +77,9 @@ class RotatingLayout(JoinedLayout):
         if cos.dim() == 2:
             cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
         if heads is None:
-            return _device_code()(q, k, cos, sin, rotation=rotation, heads_axis=axis)
+            return code.rope(q, k, cos, sin, rotation=rotation, heads_axis=axis)
         arithmetic, q_weight, k_weight = heads
-        return _device_code()(
+        return code.rope(
             q,
             k,
             cos,
@@ -91,18 +92,27 @@ class RotatingLayout(JoinedLayout):
         )
 
 
+class DeviceCode(NamedTuple):
+    """What turns q and k on a device, and whether it can for given tensors; None where it always can."""
+
+    rope: Callable[..., _Pair]
+    takes: Callable[..., bool] | None = None
+
+
 @cache
-def _device_code() -> Callable[..., _Pair]:
+def _device_code(device: str) -> DeviceCode:
+    if device == "npu":
+        from kconvert.kernels.ascend import rope as ascend
+
+        return DeviceCode(ascend.rope, ascend.takes)
     from kconvert.kernels.triton.rope import rope
 
-    return rope
+    return DeviceCode(rope)
 
 
 @cache
 def _rotation(variant: RopeVariant, dim: int, width: int) -> Rotation | None:
     """The rotation of heads of `dim` by cos and sin of `width`, or None where the variant was not tried on such."""
-    from kconvert.kernels.triton.rope import Rotation
-
     size = variant.rotated(dim, width)
     if size is None:
         return None
@@ -199,8 +209,6 @@ def _head_norms(
 
 @cache
 def _arithmetic(variant: RMSNormVariant) -> HeadNorms:
-    from kconvert.kernels.triton.rope import HeadNorms
-
     return HeadNorms(variant.eps, variant.offset, variant.cast_first)
 
 

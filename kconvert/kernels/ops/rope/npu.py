@@ -1,6 +1,9 @@
-"""The rotary embedding of q and k on Ascend NPU: the ID, so that recipes can name it; the device code is still to come."""
+"""The rotary embedding of q and k on Ascend NPU, and the norms before it, by operators."""
 
-from kconvert.kernels.base import DeviceType, LayoutKernel
+from __future__ import annotations
+
+from kconvert.kernels.joined_layout import JoinedKernel
+from kconvert.kernels.npu import NpuKernel
 from kconvert.kernels.ops.rope.layout import RopeLayout
 from kconvert.kernels.registry import register_kernel
 
@@ -8,9 +11,9 @@ __all__ = ["NpuFusedRope"]
 
 
 @register_kernel
-class NpuFusedRope(LayoutKernel):
-    """The stock attention with norms and rotation of q and k in one Ascend NPU kernel."""
+class NpuFusedRope(JoinedKernel, NpuKernel):
+    """The stock forward with norms and rotation of q and k by operators."""
 
     _kernel_id = "npu_fused_rope"
-    _device = DeviceType.NPU
     layout = RopeLayout
+    operators = ("npu_rotary_mul", "npu_rms_norm")
