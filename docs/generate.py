@@ -22,6 +22,11 @@ from pydantic import BaseModel
 import kconvert.errors as errors
 from kconvert.cli import main as run_kconvert
 from kconvert.cli.app import app
+from kconvert.kernels.base import LayoutKernel
+from kconvert.kernels.cuda import CudaKernel
+from kconvert.kernels.liger import LigerKernel
+from kconvert.kernels.npu import NpuKernel
+from kconvert.kernels.registry import Registry
 from kconvert.kernels.specs import layout_specs
 from kconvert.recipe import Patch, Recipe, Target, load_recipe, shipped_recipes
 from kconvert.transforms import NOTHING, LayoutSpec, Rule
@@ -131,6 +136,44 @@ def exit_codes() -> str:
     return _table(("Exit code", "Meaning"), [(str(code), " ".join(by_code[code])) for code in sorted(by_code)])
 
 
+_TRIED = {
+    "cuda": "one H200, and Triton's interpreter",
+    "npu": "a stand-in for `torch_npu`",
+    "cpu": "x86 CPUs",
+}
+
+
+def where() -> str:
+    """Every kernel of the catalog: what it needs, and what it can do."""
+    rows = []
+    for kernel_id, kernel in Registry.catalog().items():
+        if not issubclass(kernel, LayoutKernel) or not kernel.has_device_code():
+            continue
+        device = kernel.device().value
+        needs = ["Triton"] if issubclass(kernel, CudaKernel) else []
+        needs += ["liger-kernel"] if issubclass(kernel, LigerKernel) else []
+        needs += [f"`{name}`" for name in kernel.operators] if issubclass(kernel, NpuKernel) else []
+        chosen = "yes" if kernel.default else "where it is named"
+        dtypes = "any" if kernel.dtypes is None else ", ".join(sorted(kernel.dtypes))
+        compiled = "yes" if kernel.can_torch_compile else "the reference runs"
+        gradient = "yes" if kernel.has_backward else "not used there"
+        rows.append(
+            (
+                f"`{kernel_id}`",
+                device,
+                f"`{kernel.layout.spec.name}`",
+                ", ".join(needs),
+                chosen,
+                dtypes,
+                gradient,
+                compiled,
+            )
+        )
+    head = ("Kernel", "Device", "Layout", "Needs", "By default", "Dtypes", "Under gradients", "Under `torch.compile`")
+    tried = [(device, text) for device, text in _TRIED.items()]
+    return f"{_table(head, rows)}\n\n{_table(('Device', 'Kernels have run on'), tried)}"
+
+
 def gpu_model() -> str:
     """What `benchmarks/cuda_model.py` measured."""
     found = json.loads((RESULTS / "cuda_model.json").read_text())
@@ -160,6 +203,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "layouts": layouts,
     "recipe-keys": recipe_keys,
     "recipes": recipes,
+    "where": where,
 }
 
 

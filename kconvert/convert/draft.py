@@ -192,7 +192,7 @@ def _kernels_for(packed: nn.Module, layout: type[Layout]) -> tuple[tuple[str, ..
     """The kernel IDs for a packed module, and why the reference has to run, or None.
 
     A kernel is told by what its CPU form says of the module; the forms on other devices have the same name behind
-    the device.
+    the device.  Those of other projects, whose IDs begin with their name, are for who asks for them.
     """
     from kconvert.kernels.assign import layout_kernels
 
@@ -206,7 +206,7 @@ def _kernels_for(packed: nn.Module, layout: type[Layout]) -> tuple[tuple[str, ..
     if supported:
         return tuple(entry.kernel_id for entry in layout.spec.kernels if _family(entry) in supported), None
     reasons = dict.fromkeys(reason for reason in refusals.values() if reason is not None)
-    every = tuple(entry.kernel_id for entry in layout.spec.kernels)
+    every = tuple(entry.kernel_id for entry in layout.spec.kernels if entry.kernel_id.startswith(entry.device))
     return every, " and ".join(reasons) or "the layout has no CPU kernel"
 
 

@@ -42,7 +42,7 @@ BUILT_IN = {
     for device in ("cpu", "cuda", "npu")
     for name in ("rmsnorm", "gated_rmsnorm", "swiglu", "geglu", "qkv", "rope", "moe", "rmsnorm_swiglu", "decoder_layer")
     if (device, name) != ("cpu", "rope")
-}
+} | dict.fromkeys(("liger_rmsnorm", "liger_swiglu", "liger_geglu"), DeviceType.CUDA)
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +167,7 @@ def test_specs_and_classes_agree() -> None:
 def test_fusion_kernels_are_not_default() -> None:
     assert {kernel_id for kernel_id, kernel in Registry.catalog().items() if not kernel.default} == {
         *(kernel_id for kernel_id in BUILT_IN if kernel_id.endswith(("rmsnorm_swiglu", "decoder_layer"))),
+        *(kernel_id for kernel_id in BUILT_IN if kernel_id.startswith("liger_")),
     }
 
 

@@ -14,9 +14,11 @@ SPEC = LayoutSpec(
     ),
     kernels=(
         KernelEntry("cuda_fused_swiglu", "cuda"),
+        KernelEntry("liger_swiglu", "cuda"),
         KernelEntry("npu_fused_swiglu", "npu"),
         KernelEntry("cpu_fused_swiglu", "cpu"),
         KernelEntry("cuda_fused_geglu", "cuda"),
+        KernelEntry("liger_geglu", "cuda"),
         KernelEntry("npu_fused_geglu", "npu"),
         KernelEntry("cpu_fused_geglu", "cpu"),
     ),

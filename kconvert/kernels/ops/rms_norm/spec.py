@@ -9,6 +9,7 @@ SPEC = LayoutSpec(
     rules=(rename("weight", optional=True),),
     kernels=(
         KernelEntry("cuda_fused_rmsnorm", "cuda"),
+        KernelEntry("liger_rmsnorm", "cuda"),
         KernelEntry("npu_fused_rmsnorm", "npu"),
         KernelEntry("cpu_fused_rmsnorm", "cpu"),
     ),
