@@ -170,7 +170,7 @@ def where() -> str:
             )
         )
     head = ("Kernel", "Device", "Layout", "Needs", "By default", "Dtypes", "Under gradients", "Under `torch.compile`")
-    tried = [(device, text) for device, text in _TRIED.items()]
+    tried = list(_TRIED.items())
     return f"{_table(head, rows)}\n\n{_table(('Device', 'Kernels have run on'), tried)}"
 
 
