@@ -6,6 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from kconvert.backends import BROKEN
 from kconvert.errors import one_line
 from kconvert.kernels.base import DeviceType
 
@@ -23,6 +24,8 @@ def device_reason(device: DeviceType) -> str | None:
             return "this torch is built without CUDA"
         return None if torch.cuda.is_available() else "no CUDA device, or no driver for it"
     if device is DeviceType.NPU:
+        if "torch_npu" in BROKEN:
+            return f"torch_npu does not import ({BROKEN['torch_npu']}); are the CANN libraries installed?"
         if find_spec("torch_npu") is None:
             return "torch_npu is not installed"
         try:

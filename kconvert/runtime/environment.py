@@ -14,7 +14,6 @@ from enum import StrEnum
 __all__ = [
     "OPTIONAL",
     "REQUIRED",
-    "TORCH_BACKENDS",
     "DeviceFacts",
     "Environment",
     "KernelCounts",
@@ -35,8 +34,6 @@ OPTIONAL: Mapping[str, str] = {
     "accelerate": "for device_map= at load, and for Trainer",
 }
 """Import name of every part that kconvert works without, and what it is for."""
-TORCH_BACKENDS = ("torch_npu",)
-"""Import names of what torch loads by itself, and cannot be imported with where it is broken."""
 
 _ORDER = ("torch", "device", "triton", "torch_npu", "kernels", "transformers", "safetensors", "accelerate")
 _REPAIRS = {

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from kconvert import __version__
+from kconvert.backends import TORCH_BACKENDS
 from kconvert.errors import one_line
 from kconvert.runtime.environment import (
     OPTIONAL,
     REQUIRED,
-    TORCH_BACKENDS,
     DeviceFacts,
     Environment,
     KernelCounts,

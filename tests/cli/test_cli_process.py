@@ -155,6 +155,25 @@ def test_list_kernels_without_a_broken_backend(broken_npu: Path) -> None:
     _check_npu_warning(err)
 
 
+@pytest.mark.parametrize("module", ["kconvert", "kconvert.runtime"])
+def test_load_converted_without_a_broken_backend(broken_npu: Path, converted_qwen3_dir: Path, module: str) -> None:
+    program = (
+        f"from {module} import load_converted\n"
+        f"model = load_converted({str(converted_qwen3_dir)!r}, strict=True)\n"
+        "from kconvert.kernels.base import DeviceType\n"
+        "from kconvert.kernels.device import device_reason\n"
+        "print(len(model.kconvert_report.modules), device_reason(DeviceType.NPU))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=_environment(broken_npu), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("13 torch_npu does not import (ImportError: libhccl.so: ")
+    (line,) = [line for line in done.stderr.splitlines() if "torch_npu" in line]
+    assert "UserWarning: torch_npu is installed but does not import (ImportError: libhccl.so: " in line
+    assert line.endswith("; going on without it")
+
+
 def test_apply_without_a_broken_backend(broken_npu: Path, qwen3_dir: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     code, out, err = _run(_environment(broken_npu), "apply", "qwen3", qwen3_dir, "-o", output)
