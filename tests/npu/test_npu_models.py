@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 
-from kconvert.kernels import apply_kernel
-from kconvert.kernels.layout import is_patched
+from tests.devices.models import assert_close, patched
 from tests.support import tiny_model
 
 IDS = torch.arange(1, 15).reshape(2, 7)
@@ -42,21 +40,6 @@ OPERATORS: dict[str, set[str]] = {
         "npu_moe_token_unpermute",
     },
 }
-
-
-def patched(stock: Any, kernels: tuple[str, ...]) -> Any:
-    model = copy.deepcopy(stock)
-    for kernel in kernels:
-        apply_kernel(kernel, model=model)
-    for module in model.modules():
-        if is_patched(module):
-            module.kconvert_dispatch.strict = True
-    return model
-
-
-def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 5e-5) -> None:
-    scale = max(1.0, float(expected.abs().max()))
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * scale)
 
 
 # rounded otherwise, a router chooses other experts

@@ -24,6 +24,7 @@ from kconvert.kernels.ops.rms_norm.cuda import CudaFusedRMSNorm
 from kconvert.kernels.ops.rms_norm.layout import RMSNormLayout
 from kconvert.kernels.registry import Registry
 from kconvert.runtime import load_converted
+from tests.devices.models import assert_close, patched
 from tests.support import convert, save_tiny, tiny_model
 from tests.triton.norm_checks import round_as_on_devices
 
@@ -48,25 +49,9 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(kernel, "_device", DeviceType.CPU)
 
 
-def patched(stock: Any, kernels: tuple[str, ...]) -> Any:
-    """A copy with kernels that may not give way."""
-    model = copy.deepcopy(stock)
-    for kernel in kernels:
-        apply_kernel(kernel, model=model)
-    for module in model.modules():
-        if is_patched(module):
-            module.kconvert_dispatch.strict = True
-    return model
-
-
 def kernels_of(model: Any) -> dict[str, int]:
     found: dict[str, int] = model.kconvert_report.to_dict()["kernels"]
     return found
-
-
-def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 5e-5) -> None:
-    scale = max(1.0, float(expected.abs().max()))
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * scale)
 
 
 @pytest.fixture(params=list(KERNELS))
