@@ -304,7 +304,7 @@ def test_no_number_is_read_from_the_device(device: str, way: Way) -> None:
     [
         (torch.float32, False, 16, "bfloat16 only"),
         (torch.bfloat16, True, 16, "biases"),
-        (torch.bfloat16, False, 12, "aligned"),
+        (torch.bfloat16, False, 12, "multiples of 16 bytes"),
     ],
 )
 def test_what_torch_cannot_do_is_told(*, dtype: torch.dtype, has_bias: bool, half: int, reason: str) -> None:
