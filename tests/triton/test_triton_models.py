@@ -33,7 +33,6 @@ IDS = torch.arange(1, 15).reshape(2, 7)
 _LAYER = ("cuda_fused_decoder_layer", "cuda_fused_rmsnorm")
 KERNELS: dict[Any, tuple[str, ...]] = {
     "qwen3": _LAYER,
-    "llama": _LAYER,
     "gemma2": _LAYER,
     "qwen3_moe": ("cuda_fused_rmsnorm", "cuda_fused_qkv", "cuda_fused_moe"),
 }
