@@ -61,10 +61,16 @@ class Case:
     peers: Mapping[str, Callable[[nn.Module], Callable[..., Any]]] = field(default_factory=dict)
 
 
-def cases_of(layout: str, *, is_small: bool) -> Iterator[Case]:
-    """The cases of a layout; none for one that is not known here."""
+def cases_of(layout: str, *, is_small: bool, is_gelu: bool = False) -> Iterator[Case]:
+    """The cases of a layout; none for one that is not known here.
+
+    Args:
+        layout: its name.
+        is_small: sizes for a CPU.
+        is_gelu: gated MLPs with gelu, for kernels that compute that.
+    """
     sizes = _SMALL if is_small else _LARGE
-    make = _MAKERS.get(layout)
+    make = _gelu_mlp if is_gelu and layout == "gated_mlp" else _MAKERS.get(layout)
     if make is not None:
         yield from (make(*size) for size in sizes[layout])
 
@@ -140,6 +146,24 @@ def _gated_mlp(tokens: int, hidden: int, intermediate: int) -> Case:
     return Case(
         "gated_mlp",
         f"{tokens} x {hidden} x {intermediate}",
+        lambda: [Qwen3MLP(config)],
+        _random(1, tokens, hidden),
+        peers={"liger": liger},
+    )
+
+
+def _gelu_mlp(tokens: int, hidden: int, intermediate: int) -> Case:
+    config = _config(hidden, intermediate)
+    config.hidden_act = "gelu_pytorch_tanh"
+
+    def liger(stock: nn.Module) -> nn.Module:
+        from liger_kernel.transformers.geglu import LigerGEGLUMLP
+
+        return _with_weights_of(stock, LigerGEGLUMLP(config))
+
+    return Case(
+        "gated_mlp",
+        f"{tokens} x {hidden} x {intermediate}, gelu",
         lambda: [Qwen3MLP(config)],
         _random(1, tokens, hidden),
         peers={"liger": liger},

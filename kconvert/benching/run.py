@@ -1,6 +1,6 @@
 """Times every kernel that runs on a device, once it was seen to be right there.
 
-Each subject is a call of the same inputs: the kernel, the layout's reference (the stock arithmetic), the stock module under
+Each subject is a call of the same inputs: the kernel, the stock module (the reference's arithmetic), that under
 `torch.compile`, and where there is one torch's own function and Liger's module.  All of them are timed in turn, in one process.  A kernel whose result
 or gradients are further from the stock module than `verify` allows is not timed.
 """
@@ -154,7 +154,8 @@ def _rows_of(
     if reason is not None:
         yield refused("-", reason)
         return
-    for case in cases_of(kernel.layout.spec.name, is_small=device.type == "cpu"):
+    is_small, is_gelu = device.type == "cpu", kernel_id.endswith("_geglu")
+    for case in cases_of(kernel.layout.spec.name, is_small=is_small, is_gelu=is_gelu):
         torch.manual_seed(0)
         try:
             subject = _Subject.of_case(case, kernel_id, kernel, device, dtype)
@@ -234,7 +235,7 @@ class _Subject:
                 result = module(result)
             return result
 
-        calls = {"kernel": packed, "reference": packed.reference}
+        calls = {"kernel": packed, "reference": run_stock}
         if case.is_compiled:
             calls["compile"] = torch.compile(run_stock)
         for name, make in case.peers.items():

@@ -27,7 +27,7 @@ from kconvert.export.pieces import JoinRows, pack_children, split_rows
 from kconvert.export.routes import plan_routes
 from kconvert.export.stock import load_stock, read_names
 from kconvert.kernels.ops.gated_mlp.cpu import gated_product_cpu
-from kconvert.kernels.ops.rms_norm.cpu import rms_norm_cpu
+from kconvert.kernels.ops.rms_norm.cpu import rms_norm_torch
 from kconvert.kernels.ops.rms_norm.layout import RMSNormVariant
 from tests.support import Kind, convert, save_tiny, tiny_config
 
@@ -122,10 +122,10 @@ def test_the_norm_has_the_numbers_of_the_kernel(
     hidden = 0.1 * torch.randn(3, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.no_grad():
         norm.weight.copy_(torch.randn(32, generator=torch.Generator().manual_seed(1)))
-        expected = rms_norm_cpu(hidden, norm.weight, RMSNormVariant(1e-3, offset, cast_first))
+        expected = rms_norm_torch(hidden, norm.weight, eps=1e-3, offset=offset, cast_first=cast_first)
         assert torch.equal(norm(hidden), expected)
         assert not torch.equal(
-            norm(hidden), rms_norm_cpu(hidden, norm.weight, RMSNormVariant(1e-6, offset, cast_first))
+            norm(hidden), rms_norm_torch(hidden, norm.weight, eps=1e-6, offset=offset, cast_first=cast_first)
         )
 
 
