@@ -41,6 +41,7 @@ class Dispatch:
         self._table: dict[tuple[str, Mode], type[ForwardKernel]] = {}
         self._selections: dict[tuple[str, Mode], Selection] = {}
         self._modes_differ = False
+        self._chosen: dict[bool, dict[str, type[ForwardKernel] | None]] = {False: {}, True: {}}
 
     def set(self, device: str, mode: Mode, selection: Selection, kernel: type[ForwardKernel] | None) -> None:
         """Record the choice for a device type and mode."""
@@ -49,6 +50,8 @@ class Dispatch:
         if kernel is not None:
             self._table[device, mode] = kernel
         self._trace(device)
+        # a call looks here: a mode takes long to hash
+        self._chosen[mode is Mode.TRAINING][device] = self._table.get((device, mode))
         devices = {key[0] for key in self._selections}
         self._modes_differ = any(
             self._table.get((name, Mode.INFERENCE)) is not self._table.get((name, Mode.TRAINING)) for name in devices
@@ -71,15 +74,18 @@ class Dispatch:
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> type[ForwardKernel] | None:
         """The kernel for this call, or None for the reference; where nothing is traced."""
-        tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-        if tensor is None:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, torch.Tensor):
+                break
+        else:
             return None
-        mode = Mode.INFERENCE
-        if self._modes_differ and torch.is_grad_enabled():
-            needs_backward = tensor.requires_grad or any(weight.requires_grad for weight in module.parameters())
-            mode = Mode.TRAINING if needs_backward else Mode.INFERENCE
-        device = tensor.device.type
-        return self._table.get((device if (device, mode) in self._selections else ANY_DEVICE, mode))
+        needs_backward = (
+            self._modes_differ
+            and torch.is_grad_enabled()
+            and (value.requires_grad or any(weight.requires_grad for weight in module.parameters()))
+        )
+        chosen, device = self._chosen[needs_backward], value.device.type
+        return chosen[device] if device in chosen else chosen.get(ANY_DEVICE)
 
     def raise_failures(self) -> None:
         """Whatever a kernel raises at its first call goes through, as later: for who looks for just that."""

@@ -19,6 +19,7 @@ from kconvert.kernels import apply_kernel
 from kconvert.kernels.joined_adds import join_adds
 from kconvert.kernels.ops.decoder_layer.layout import DecoderLayerLayout
 from kconvert.kernels.ops.decoder_layer.spec import NORMS
+from kconvert.kernels.select import Mode
 from kconvert.kernels.stock_function import NotJoinableError
 from kconvert.runtime import load_converted
 from tests.support import convert, read_raw, save_tiny, tiny_model, write_recipe
@@ -123,7 +124,8 @@ def test_a_forward_that_somebody_gave_a_norm_is_called() -> None:
         return stock(hidden)
 
     kernel = type("Joined", (), {"forward": None, "add_forward": staticmethod(lambda *args: 1 / 0)})
-    norm.kconvert_dispatch._table = dict.fromkeys(norm.kconvert_dispatch._table, kernel)
+    for mode in Mode:
+        norm.kconvert_dispatch.set("cpu", mode, norm.kconvert_dispatch.selection("cpu", mode), kernel)
     norm.kconvert_dispatch.has_run.add(kernel)
     norm.forward = own
     with pytest.raises(TypeError, match="NoneType"):
