@@ -15,8 +15,11 @@ from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from kconvert.kernels.assign import layout_kernels, load_layout
 from kconvert.kernels.base import LayoutKernel
@@ -105,6 +108,22 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 def test_norms(family: str, device: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     check(NORMS[name](), family, "rms_norm", "fused_rmsnorm", [x], dtype, device)
+
+
+GATED: dict[str, Callable[[], nn.Module]] = {
+    "mamba, gate first": lambda: randomised(MambaRMSNormGated(36, eps=1e-5)),
+    "qwen3 next, gate last": lambda: randomised(Qwen3NextRMSNormGated(36, eps=1e-6)),
+    "zamba2, in groups": lambda: randomised(Zamba2RMSNormGated(36, group_size=12, eps=1e-5)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 36), (2, 3, 36)], ids=str)
+@pytest.mark.parametrize("name", list(GATED))
+def test_gated_norms(family: str, device: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, gate = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    check(GATED[name](), family, "gated_rms_norm", "fused_gated_rmsnorm", [x, gate], dtype, device)
 
 
 @pytest.mark.parametrize("shape", [(33,), (0, 33), (2, 0, 33)], ids=str)
