@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -321,11 +322,16 @@ def test_kernel_against_the_formula(name: str, dtype: torch.dtype, shape: tuple[
     hidden = (3 * torch.randn(shape, generator=generator)).to(dtype)
     weight, variant = torch.randn(shape[-1], generator=generator).to(dtype), VARIANTS[name]
     before = hidden.clone()
-    found = rms_norm_cpu(hidden, weight, variant)
-    expected = rms_norm_formula(hidden, weight, eps=variant.eps, offset=variant.offset, cast_first=variant.cast_first)
-    assert found.dtype == expected.dtype == dtype
-    torch.testing.assert_close(found, expected, **TOLERANCES[dtype])
-    assert torch.equal(hidden, before)
+    formula = partial(rms_norm_formula, eps=variant.eps, offset=variant.offset, cast_first=variant.cast_first)
+    for given in (weight, weight.float(), None):
+        expected = formula(hidden, given)
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                found = rms_norm_cpu(hidden, given, variant)
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+            assert torch.equal(hidden, before)
+    assert formula(hidden, weight).dtype == dtype
 
 
 @pytest.mark.parametrize("cls", [LlamaRMSNorm, GemmaRMSNorm])
@@ -363,11 +369,14 @@ def test_empty_and_strided_inputs() -> None:
     assert rms_norm_cpu(torch.zeros(0, 6), weight, variant).shape == (0, 6)
     wide = torch.randn(4, 12)
     strided = wide[:, ::2]
-    torch.testing.assert_close(
-        rms_norm_cpu(strided, weight, variant), rms_norm_cpu(strided.contiguous(), weight, variant)
-    )
+    with torch.no_grad():
+        assert rms_norm_cpu(torch.zeros(0, 6), weight, variant).shape == (0, 6)
+        torch.testing.assert_close(
+            rms_norm_cpu(strided, weight, variant), rms_norm_cpu(strided.contiguous(), weight, variant)
+        )
 
 
 def test_zeros_stay_zeros() -> None:
-    for variant in VARIANTS.values():
-        assert not rms_norm_cpu(torch.zeros(2, 6), torch.ones(6), variant).any()
+    for variant, grad in product(VARIANTS.values(), (False, True)):
+        with torch.set_grad_enabled(grad):
+            assert not rms_norm_cpu(torch.zeros(2, 6), torch.ones(6), variant).any()

@@ -27,11 +27,14 @@ def rms_norm_cpu(hidden: torch.Tensor, weight: torch.Tensor | None, variant: RMS
 def _in_place(
     hidden: torch.Tensor, weight: torch.Tensor | None, *, eps: float, offset: float, cast_first: bool
 ) -> torch.Tensor:
-    """`rms_norm_formula` with one temporary as large as `hidden`, which is the result where dtypes allow."""
+    """`rms_norm_formula`, with its bits, in the memory of the squares where dtypes allow.
+
+    `torch.linalg.vector_norm` needs no squares, but adds them up otherwise: a bfloat16 model then gives other tokens.
+    """
     wide = hidden.float()
-    rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    rstd = rstd.square_().div_(hidden.shape[-1]).add_(eps).rsqrt_()
-    normed = wide * rstd if wide is hidden else wide.mul_(rstd)
+    squares = wide * wide
+    rstd = squares.mean(-1, keepdim=True).add_(eps).rsqrt_()
+    normed = torch.mul(wide, rstd, out=squares)
     if weight is None:
         return normed.to(hidden.dtype)
     if cast_first:
