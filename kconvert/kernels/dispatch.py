@@ -114,8 +114,8 @@ class Dispatch:
 def attach(module: nn.Module, dispatch: Dispatch) -> None:
     """Give a module its dispatch.
 
-    What a compiler may trace lies beside it, in a dict of the module's own: torch 2.9 to 2.11 check a module of which only
-    dicts, functions and tensors were looked at by the version of its dict, and any other object makes them check all of it.
+    What a compiler may trace lies beside it, in a dict of the module's own: torch 2.11 checks a module of which only
+    dicts, functions and tensors were looked at by the version of its dict, and any other object makes it check all of it.
     """
     module.__dict__["kconvert_dispatch"] = dispatch
     module.__dict__["kconvert_traced"] = dispatch.traced

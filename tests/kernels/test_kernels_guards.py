@@ -1,6 +1,6 @@
 """What a compiler guards in a patched model, which it checks at every call: about what it guards in the stock model.
 
-Up to torch 2.11 a module of which it has looked at anything but dicts, plain values, functions and tensors is checked in full.
+In torch 2.11 a module of which it has looked at anything but dicts, plain values, functions and tensors is checked in full.
 """
 
 from __future__ import annotations
