@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def cases_of(layout: str, *, is_small: bool, is_gelu: bool = False) -> Iterator[
         is_gelu: gated MLPs with gelu, for kernels that compute that.
     """
     sizes = _SMALL if is_small else _LARGE
-    make = _gelu_mlp if is_gelu and layout == "gated_mlp" else _MAKERS.get(layout)
+    make = partial(_gated_mlp, is_gelu=True) if is_gelu and layout == "gated_mlp" else _MAKERS.get(layout)
     if make is not None:
         yield from (make(*size) for size in sizes[layout])
 
@@ -135,35 +136,20 @@ def _gated_rms_norm(rows: int, hidden: int) -> Case:
     )
 
 
-def _gated_mlp(tokens: int, hidden: int, intermediate: int) -> Case:
+def _gated_mlp(tokens: int, hidden: int, intermediate: int, *, is_gelu: bool = False) -> Case:
     config = _config(hidden, intermediate)
-
-    def liger(stock: nn.Module) -> nn.Module:
-        from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
-
-        return _with_weights_of(stock, LigerSwiGLUMLP(config))
-
-    return Case(
-        "gated_mlp",
-        f"{tokens} x {hidden} x {intermediate}",
-        lambda: [Qwen3MLP(config)],
-        _random(1, tokens, hidden),
-        peers={"liger": liger},
-    )
-
-
-def _gelu_mlp(tokens: int, hidden: int, intermediate: int) -> Case:
-    config = _config(hidden, intermediate)
-    config.hidden_act = "gelu_pytorch_tanh"
+    if is_gelu:
+        config.hidden_act = "gelu_pytorch_tanh"
 
     def liger(stock: nn.Module) -> nn.Module:
         from liger_kernel.transformers.geglu import LigerGEGLUMLP
+        from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
 
-        return _with_weights_of(stock, LigerGEGLUMLP(config))
+        return _with_weights_of(stock, (LigerGEGLUMLP if is_gelu else LigerSwiGLUMLP)(config))
 
     return Case(
         "gated_mlp",
-        f"{tokens} x {hidden} x {intermediate}, gelu",
+        f"{tokens} x {hidden} x {intermediate}{', gelu' if is_gelu else ''}",
         lambda: [Qwen3MLP(config)],
         _random(1, tokens, hidden),
         peers={"liger": liger},

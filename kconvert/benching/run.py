@@ -1,8 +1,8 @@
 """Times every kernel that runs on a device, once it was seen to be right there.
 
 Each subject is a call of the same inputs: the kernel, the stock module (the reference's arithmetic), that under
-`torch.compile`, and where there is one torch's own function and Liger's module.  All of them are timed in turn, in one process.  A kernel whose result
-or gradients are further from the stock module than `verify` allows is not timed.
+`torch.compile`, and where there is one torch's own function and Liger's module.  All of them are timed in turn, in one
+process.  A kernel whose result or gradients are further from the stock module than `verify` allows is not timed.
 """
 
 from __future__ import annotations
