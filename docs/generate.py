@@ -189,6 +189,32 @@ def gpu_model() -> str:
     return f"{_table(head, rows)}\n\nPeak memory of a training step above the weights, GB: {memory}.\n\n{_machine(found['machine'])}"
 
 
+_PEERS = {"reference": "stock", "compile": "torch.compile", "torch": "torch", "liger": "Liger", "grouped_mm": "grouped_mm"}
+
+
+def gpu_kernels() -> str:
+    """What `kconvert bench-kernels --json` measured, a table for each of its runs."""
+    parts = []
+    for run in json.loads((RESULTS / "cuda_kernels.json").read_text()):
+        peers = [name for name in _PEERS if any(name in row["seconds"] for row in run["rows"])]
+        rows = []
+        for row in run["rows"]:
+            mode = "" if row["mode"] == "forward" else ", and backward"
+            times = [_microseconds(row["seconds"].get(name)) for name in ("kernel", *peers)]
+            share = "" if row["copy_share"] is None else f"{100 * row['copy_share']:.0f} %"
+            hosts = [_microseconds(row["host_seconds"].get(name)) for name in ("kernel", "torch", "liger")]
+            rows.append((row["case"] + mode, *times, share, " / ".join(hosts) if row["host_seconds"] else ""))
+        head = ("us", "kconvert", *(_PEERS[name] for name in peers), "of a copy", "host: kconvert / torch / Liger")
+        kernel = run["rows"][0]["kernel"]
+        parts.append(f"`{kernel}`\n\n{_table(head, rows)}")
+    speed = f"{run['copy_bytes_per_second'] / 1e9:.0f}"
+    return "\n\n".join([*parts, _machine({**run["versions"], "device": run["device_name"], "copy_gb_per_s": speed})])
+
+
+def _microseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e6:.3g}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
+
+
 def _machine(machine: Mapping[str, str]) -> str:
     versions = ", ".join(
         f"{name} {value}" for name, value in machine.items() if name not in ("device", "copy_gb_per_s")
@@ -199,6 +225,7 @@ def _machine(machine: Mapping[str, str]) -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "exit-codes": exit_codes,
+    "gpu-kernels": gpu_kernels,
     "gpu-model": gpu_model,
     "layouts": layouts,
     "recipe-keys": recipe_keys,

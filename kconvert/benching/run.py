@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from kconvert import __version__
 from kconvert.benching.cases import Case, Inputs, cases_of
 from kconvert.benching.parts import Part, parts_of
 from kconvert.benching.timing import copy_bytes_per_second, host_seconds, median_seconds
@@ -133,8 +134,8 @@ def _name_of(device: torch.device) -> str:
 def _versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {}
-    for name in ("kconvert", "torch", "triton", "transformers", "liger-kernel"):
+    found = {"kconvert": __version__}
+    for name in ("torch", "triton", "transformers", "liger-kernel"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
