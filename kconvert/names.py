@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 __all__ = [
     "CONFIG_NAME",
+    "DEVICES",
     "INDEX_NAME",
     "KERNELS_DIR",
     "MANIFEST_NAME",
@@ -45,6 +46,9 @@ SINGLE_NAME = f"model.{VARIANT}.safetensors"
 INDEX_NAME = f"model.safetensors.index.{VARIANT}.json"
 STOCK_SINGLE_NAME = "model.safetensors"
 STOCK_INDEX_NAME = "model.safetensors.index.json"
+
+DEVICES = ("cpu", "cuda", "npu")
+"""The device types that kconvert has kernels for, and that a recipe can have entries for."""
 
 _SHARD = re.compile(
     r"(?:model|pytorch_model|adapter_model|consolidated|tf_model|flax_model)[-.]?\d*(?:-of-\d+)?\.[a-z0-9]+"

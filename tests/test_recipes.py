@@ -34,11 +34,14 @@ KINDS = ("RMSNorm", "Attention", "MLP", "Experts")
 EXPERTS = {
     "qwen2-moe": "mlp.experts",
     "qwen3-moe": "mlp.experts",
+    "qwen3-moe-devices": "mlp.experts",
     "mixtral": "block_sparse_moe",
     "olmoe": "mlp.experts",
     "deepseek-v3": "mlp.experts",
 }
 """Recipes of types whose experts are stored one by one, and what the files call them."""
+DEVICES = {"qwen3-moe-devices": "cpu"}
+"""Recipes with entries for some devices, and the one that is tried here."""
 LEFT_OUT = {
     "phi3": {"Phi3Attention"},
     "deepseek-v3": {"DeepseekV3Attention"},
@@ -80,7 +83,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
             tie, size, dtype = VARIANTS[variant]
             directory = tmp_path_factory.mktemp("case")
             source = save_tiny(directory / "source", kind_of(recipe), dtype=dtype, tie=tie, max_shard_size=size)
-            output = convert(recipe, source, directory / "converted").output
+            output = convert(recipe, source, directory / "converted", device=DEVICES.get(recipe)).output
             stock: Any = type(tiny_model(kind_of(recipe))).from_pretrained(source, dtype="auto")
             made[recipe, variant] = Case(source, output, stock, dtype)
         return made[recipe, variant]

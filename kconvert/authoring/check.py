@@ -23,7 +23,7 @@ from kconvert.convert.stock import build_stock_model
 from kconvert.errors import CheckpointError, KconvertError, KernelRefusedError, RecipeError, one_line
 from kconvert.kernels.packages import copy_package, import_package
 from kconvert.plan import Plan, match_entries
-from kconvert.recipe import Recipe
+from kconvert.recipe import Recipe, profile_of
 
 __all__ = ["check_kernel"]
 
@@ -97,7 +97,7 @@ def _prepare(recipe: Recipe, resolved: ResolvedRecipe, model_dir: Path, checks: 
     """Everything that `apply` checks before it writes."""
     checkpoint = open_checkpoint(model_dir)
     try:
-        prepared = check(open_source(recipe, model_dir, resolved=resolved))
+        prepared = check(open_source(profile_of(recipe, None), model_dir, resolved=resolved))
     except (CheckpointError, RecipeError, KernelRefusedError) as error:
         if checkpoint.quantization is not None or checkpoint.model_type not in recipe.model_type:
             raise

@@ -85,6 +85,7 @@ _LARGE: dict[str, Sequence[tuple[int, ...]]] = {
     "rope": ((1, 4096, 32, 8, 128), (4096, 4096, 32, 8, 128)),
     "decoder_layer": ((1, 4096, 32, 8, 128), (4096, 4096, 32, 8, 128)),
     "experts": ((16, 2048, 768, 128, 8), (4096, 2048, 768, 128, 8)),
+    "experts_transposed": ((16, 2048, 768, 128, 8), (4096, 2048, 768, 128, 8)),
 }
 _SMALL: dict[str, Sequence[tuple[int, ...]]] = {
     "rms_norm": ((1, 576), (512, 576)),
@@ -95,6 +96,7 @@ _SMALL: dict[str, Sequence[tuple[int, ...]]] = {
     "rope": ((1, 576, 9, 3, 64), (512, 576, 9, 3, 64)),
     "decoder_layer": ((1, 576, 9, 3, 64), (512, 576, 9, 3, 64)),
     "experts": ((1, 256, 128, 16, 4), (128, 256, 128, 16, 4)),
+    "experts_transposed": ((1, 256, 128, 16, 4), (128, 256, 128, 16, 4)),
 }
 
 
@@ -182,7 +184,7 @@ def _attention_of(layout: str, make: Callable[[Qwen3Config], nn.Module]) -> Call
     return case
 
 
-def _experts(tokens: int, hidden: int, intermediate: int, num_experts: int, top_k: int) -> Case:
+def _experts(layout: str, tokens: int, hidden: int, intermediate: int, num_experts: int, top_k: int) -> Case:
     config = Qwen3MoeConfig(
         hidden_size=hidden,
         moe_intermediate_size=intermediate,
@@ -207,7 +209,7 @@ def _experts(tokens: int, hidden: int, intermediate: int, num_experts: int, top_
         return _with_weights_of(stock, other)
 
     label = f"{tokens} x {hidden}, {top_k} of {num_experts} x {intermediate}"
-    return Case("experts", label, make, inputs, is_compiled=False, peers={"grouped_mm": grouped})
+    return Case(layout, label, make, inputs, is_compiled=False, peers={"grouped_mm": grouped})
 
 
 _MAKERS: dict[str, Callable[..., Case]] = {
@@ -218,7 +220,8 @@ _MAKERS: dict[str, Callable[..., Case]] = {
     "qkv_proj": _attention_of("qkv_proj", lambda config: Qwen3Attention(config, 0)),
     "rope": _attention_of("rope", lambda config: Qwen3Attention(config, 0)),
     "decoder_layer": _attention_of("decoder_layer", lambda config: Qwen3DecoderLayer(config, 0)),
-    "experts": _experts,
+    "experts": partial(_experts, "experts"),
+    "experts_transposed": partial(_experts, "experts_transposed"),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kconvert.cli.backends import prepare_torch
+from kconvert.cli.devices import devices_value
 from kconvert.cli.options import (
     Json,
     MaxShardSize,
@@ -15,6 +16,7 @@ from kconvert.cli.options import (
     NoModelCheck,
     NoResume,
     RecipeName,
+    TargetDevice,
     TrustKernel,
     TrustRemoteCode,
     complete_path,
@@ -53,6 +55,7 @@ def apply_command(
             autocompletion=complete_path,
         ),
     ] = None,
+    device: TargetDevice = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an output that kconvert wrote; nothing else is ever replaced.")
     ] = False,
@@ -112,6 +115,7 @@ def apply_command(
             prepared = prepare(
                 recipe,
                 model_dir,
+                device=device,
                 model_check=not no_model_check,
                 max_shard_bytes=options.max_shard_bytes,
                 trust_remote_code=trust_remote_code,
@@ -133,6 +137,7 @@ def apply_command(
             recipe,
             model_dir,
             output,
+            device=device,
             options=options,
             model_check=not no_model_check,
             trust_remote_code=trust_remote_code,
@@ -184,6 +189,7 @@ def _result_value(result: ApplyResult) -> dict[str, Any]:
         "total_seconds": result.total_seconds,
         "peak_rss_bytes": result.peak_rss_bytes,
         "modules": len(result.prepared.plan.claims),
+        **devices_value(manifest, result.prepared.opened.profile),
         "weight_files": list(manifest.weight_files),
         "sidecars": list(manifest.sidecars),
         "digests": result.digested,

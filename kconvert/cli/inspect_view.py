@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from kconvert.cli.devices import devices_text
 from kconvert.cli.output import (
     NO_PATCHES,
     command_lines,
@@ -63,6 +64,7 @@ def show_converted(value: dict[str, Any]) -> None:
         [
             ("recipe", value["recipe"]),
             ("written by", f"{value['written_by']} ({versions})"),
+            ("devices", devices_text(value["devices"], value["view_devices"])),
             ("model checked", checked),
         ],
     )

@@ -28,6 +28,7 @@ __all__ = [
     "NoModelCheck",
     "NoResume",
     "RecipeName",
+    "TargetDevice",
     "TrustKernel",
     "TrustRemoteCode",
     "complete_path",
@@ -147,6 +148,15 @@ KernelDevice = Annotated[
         "--device",
         metavar="DEVICE",
         help="Only kernels of this device: cpu, cuda, npu.",
+        autocompletion=_complete_device,
+    ),
+]
+TargetDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        help="Use the recipe's entries for this device too: cpu, cuda, npu.  [default: only those for all devices]",
         autocompletion=_complete_device,
     ),
 ]

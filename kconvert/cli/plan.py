@@ -10,12 +10,14 @@ from typing import Any
 
 from kconvert.checkpoint import SourceTensor
 from kconvert.cli.backends import prepare_torch
+from kconvert.cli.devices import devices_text, devices_value, left_out_texts
 from kconvert.cli.options import (
     Json,
     MaxShardSize,
     ModelDir,
     NoModelCheck,
     RecipeName,
+    TargetDevice,
     TrustKernel,
     TrustRemoteCode,
     max_shard_bytes,
@@ -52,6 +54,7 @@ _MAX_FILES = 24
 def plan_command(
     recipe: RecipeName,
     model_dir: ModelDir,
+    device: TargetDevice = None,
     max_shard_size: MaxShardSize = None,
     no_model_check: NoModelCheck = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -68,6 +71,7 @@ def plan_command(
             prepared = prepare(
                 recipe,
                 model_dir,
+                device=device,
                 model_check=not no_model_check,
                 max_shard_bytes=shard_bytes,
                 trust_remote_code=trust_remote_code,
@@ -90,6 +94,8 @@ def _print_next(recipe: str, model_dir: Path, prepared: Prepared, max_shard_size
         default_output(model_dir)
     except UsageError:
         command.append("-o OUTPUT")
+    if prepared.opened.profile.device is not None:
+        command.append(f"--device {prepared.opened.profile.device}")
     if max_shard_size is not None:
         command.append(f"--max-shard-size {shell_quote(max_shard_size)}")
     if not prepared.manifest_of(()).model_checked:
@@ -120,6 +126,8 @@ def show_plan(prepared: Prepared, *, digests: bool = False, as_json: bool) -> No
             print_text(f"  {line}")
     else:
         print_text(f"Patches: {NO_PATCHES}")
+    for text in left_out_texts(prepared.opened.profile):
+        print_folded(f"left out: {text}", hang=2)
     print_text("")
     print_text("Tensors")
     for line in _tensor_lines(plan.steps):
@@ -133,6 +141,7 @@ def show_plan(prepared: Prepared, *, digests: bool = False, as_json: bool) -> No
     print_text(f"{format_bytes(expected.size_bytes)} on the disk, in {expected.num_files} files with all others")
     memory = format_bytes(expected.memory_bytes)
     print_text(f"at most {memory} of memory for the rewrite, beside Python and its libraries")
+    print_folded(f"for {devices_text(manifest.devices, manifest.view_devices)}", hang=2)
     if manifest.carried:
         print_folded(f"carried along without a place in the model: {', '.join(manifest.carried)}", hang=2)
     for item in manifest.omitted:
@@ -149,6 +158,7 @@ def plan_value(prepared: Prepared, expected: Expected) -> dict[str, Any]:
             "files": expected.num_files,
             "memory_bytes": expected.memory_bytes,
         },
+        **devices_value(manifest, prepared.opened.profile),
         "model_checked": manifest.model_checked,
         "carried": list(manifest.carried),
         "sidecars": list(manifest.sidecars),

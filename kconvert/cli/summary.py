@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kconvert.cli.devices import devices_text, left_out_texts
 from kconvert.cli.output import (
     NO_PATCHES,
     command_lines,
@@ -88,6 +89,9 @@ def _figures(result: ApplyResult) -> Iterator[tuple[str, str]]:
     if not result.prepared.plan.entries:
         yield "patches", NO_PATCHES
     yield "weights", f"{copied} as they are, {packed} packed"
+    yield "devices", devices_text(manifest.devices, manifest.view_devices)
+    for text in left_out_texts(result.prepared.opened.profile):
+        yield "not used", text
     if not manifest.model_checked:
         yield "carried", "not known without the model check"
     elif manifest.carried:

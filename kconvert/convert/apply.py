@@ -21,7 +21,7 @@ from kconvert.convert.prepare import Opened, Prepared, check, open_source, plan_
 from kconvert.convert.record import transformers_version
 from kconvert.errors import KconvertError, UsageError
 from kconvert.plan import Plan
-from kconvert.recipe import find_recipe, load_recipe
+from kconvert.recipe import find_recipe, load_recipe, profile_of
 from kconvert.rewrite import Job, OtherRunError, Reuse, RewriteResult, Writing, check_output
 
 __all__ = ["ApplyResult", "Options", "apply_recipe", "default_output"]
@@ -99,6 +99,7 @@ def apply_recipe(
     model_dir: Path,
     output: Path | None = None,
     *,
+    device: str | None = None,
     options: Options = DEFAULT_OPTIONS,
     model_check: bool = True,
     trust_remote_code: bool = False,
@@ -112,6 +113,7 @@ def apply_recipe(
         recipe_name: a recipe file, or the name of a shipped recipe.
         model_dir: the source checkpoint; it is not changed.
         output: where to write; `<model_dir>-kconvert` if left out.
+        device: see `prepare`.
         options: how it is written.
         model_check: see `prepare`.
         trust_remote_code, trust_kernels: see `prepare`.
@@ -124,8 +126,8 @@ def apply_recipe(
     started = time.perf_counter()
     target = output if output is not None else default_output(model_dir)
     check_output(target, source=model_dir, overwrite=options.overwrite)
-    recipe = load_recipe(find_recipe(recipe_name))
-    opened = open_source(recipe, model_dir, trust_remote_code=trust_remote_code, trust_kernels=trust_kernels)
+    profile = profile_of(load_recipe(find_recipe(recipe_name)), device)
+    opened = open_source(profile, model_dir, trust_remote_code=trust_remote_code, trust_kernels=trust_kernels)
     run = _Run(opened, target, options, model_check, on_prepared, on_progress)
     early = run.job_of_files() if model_check else None
     written = run.write_meanwhile(early) if early is not None else None
@@ -191,6 +193,7 @@ class _Run:
     def _job(self, plan: Plan) -> Job:
         options = {
             "the model check": f"transformers {transformers_version()}" if self.model_check else "none",
+            "--device": self.opened.profile.device or "none",
             "--reuse": self.options.reuse,
         }
         return build_job(self.opened, plan, digests=self.options.digests, options=options)

@@ -161,7 +161,7 @@ def draft_recipe(model: Any, *, name: str | None = None) -> DraftRecipe:
 def _can_be_tried(spec: LayoutSpec) -> bool:
     """Whether there is something to gain that can be told here: packed parameters, or a kernel with a CPU form."""
     gains = spec.changes_parameters or any(entry.device == "cpu" for entry in spec.kernels)
-    return gains and not spec.is_fusion and not spec.is_composed
+    return gains and not spec.is_fusion and spec.is_proposed
 
 
 def _try_layout(model: Any, spec: LayoutSpec) -> Iterator[_Place]:

@@ -22,7 +22,7 @@ from kconvert.convert.resolve import ResolvedRecipe, resolve_recipe
 from kconvert.errors import CheckpointError, RecipeError
 from kconvert.manifest import Manifest
 from kconvert.plan import Plan, build_plan
-from kconvert.recipe import Recipe, find_recipe, load_recipe, recipes_for
+from kconvert.recipe import Profile, Recipe, find_recipe, load_recipe, profile_of, recipes_for
 
 __all__ = ["Opened", "Prepared", "check", "open_source", "plan_of_files", "prepare"]
 
@@ -35,12 +35,17 @@ class Opened:
     """
 
     checkpoint: Checkpoint
-    recipe: Recipe
+    profile: Profile
     resolved: ResolvedRecipe
     sidecars: Sidecars
     sidecar_digests: Mapping[str, str]
     sidecar_stamps: Mapping[Path, FileStamp]
     headers: bytes
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe, with the entries that are used."""
+        return self.profile.recipe
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class Prepared:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe, as it was loaded."""
+        """The recipe, with the entries that are used."""
         return self.opened.recipe
 
     @property
@@ -94,6 +99,7 @@ def prepare(
     recipe_name: str,
     model_dir: Path,
     *,
+    device: str | None = None,
     model_check: bool = True,
     max_shard_bytes: int | None = None,
     trust_remote_code: bool = False,
@@ -104,34 +110,36 @@ def prepare(
     Args:
         recipe_name: a recipe file, or the name of a shipped recipe.
         model_dir: the source checkpoint.
+        device: use the entries that are for this device too: `cpu`, `cuda` or `npu`.
         model_check: build the model on meta and compare; without it no torch is imported for built-in layouts.
         max_shard_bytes: how many bytes of tensors an output file holds at most; the source's sharding if left out.
         trust_remote_code: let kernel packages that the recipe trusts run on this machine.
         trust_kernels: package ID to digest: lets just these of them run.
 
     Raises:
-        RecipeError, CheckpointError, TrustError, KernelRefusedError: see the error classes.
+        UsageError, RecipeError, CheckpointError, TrustError, KernelRefusedError: see the error classes.
     """
-    recipe = load_recipe(find_recipe(recipe_name))
-    opened = open_source(recipe, model_dir, trust_remote_code=trust_remote_code, trust_kernels=trust_kernels)
+    profile = profile_of(load_recipe(find_recipe(recipe_name)), device)
+    opened = open_source(profile, model_dir, trust_remote_code=trust_remote_code, trust_kernels=trust_kernels)
     return check(opened, model_check=model_check, max_shard_bytes=max_shard_bytes)
 
 
 def open_source(
-    recipe: Recipe,
+    profile: Profile,
     model_dir: Path,
     *,
     trust_remote_code: bool = False,
     trust_kernels: Mapping[str, str] | None = None,
     resolved: ResolvedRecipe | None = None,
 ) -> Opened:
-    """Read the headers, resolve the recipe, list the sidecars; `resolved` where its packages are imported already.
+    """Read the headers, resolve the profile's recipe, list the sidecars; `resolved` where its packages are imported already.
 
     Raises:
         RecipeError: the recipe is malformed, or not for this model.
         CheckpointError: the source is damaged.
         TrustError, KernelRefusedError: a package may not, or cannot, run.
     """
+    recipe = profile.recipe
     try:
         checkpoint = open_checkpoint(model_dir)
     except OSError as error:  # of a disk, while files are looked at
@@ -159,13 +167,13 @@ def open_source(
     )
     sidecars = list_sidecars(checkpoint)
     digests, stamps = sidecar_digests(checkpoint, sidecars)
-    return Opened(checkpoint, recipe, resolved, sidecars, digests, stamps, source_headers(checkpoint))
+    return Opened(checkpoint, profile, resolved, sidecars, digests, stamps, source_headers(checkpoint))
 
 
 def check(opened: Opened, *, model_check: bool = True, max_shard_bytes: int | None = None) -> Prepared:
     """Plan the conversion and check it; see `prepare`."""
     started = time.perf_counter()
-    checkpoint, recipe, resolved = opened.checkpoint, opened.recipe, opened.resolved
+    checkpoint, resolved = opened.checkpoint, opened.resolved
     warnings = checkpoint.warnings
     if model_check:
         from kconvert.convert.compute import compute
@@ -181,7 +189,7 @@ def check(opened: Opened, *, model_check: bool = True, max_shard_bytes: int | No
             tensors=stock.tensors,
             classes=stock.classes,
             check_claims=partial(check_fit, stock, resolved.entries),
-            shapes_of=LayoutShapes(stock, checkpoint, recipe, resolved),
+            shapes_of=LayoutShapes(stock, checkpoint, opened.profile, resolved),
             compute=lambda entry, rule, tensors: compute(
                 rule, tensors, checkpoint, stock.model, error=RecipeError, where=entry.where
             ),
@@ -198,7 +206,7 @@ def check(opened: Opened, *, model_check: bool = True, max_shard_bytes: int | No
 def _manifest(opened: Opened, plan: Plan) -> Manifest:
     """The manifest before the model is looked at."""
     return build_manifest(
-        opened.checkpoint, opened.recipe, plan, opened.sidecars, opened.sidecar_digests, opened.headers
+        opened.checkpoint, opened.profile, plan, opened.sidecars, opened.sidecar_digests, opened.headers
     )
 
 

@@ -14,6 +14,7 @@ from kconvert import __version__
 from kconvert.checkpoint import Checkpoint, FileStamp, Sidecars, SourceTensor, open_sidecar
 from kconvert.errors import CheckpointError
 from kconvert.garbage import collector_stopped
+from kconvert.kernels.specs import layout_specs
 from kconvert.manifest import (
     Manifest,
     OmittedRecord,
@@ -26,7 +27,7 @@ from kconvert.manifest import (
 )
 from kconvert.names import CONFIG_NAME, SOURCE_HEADERS_NAME
 from kconvert.plan import Part, Plan, Step
-from kconvert.recipe import Recipe
+from kconvert.recipe import Profile
 from kconvert.transforms import Arrangement
 
 __all__ = [
@@ -106,7 +107,7 @@ def digest_of_sidecar(path: Path, roots: tuple[str, ...]) -> tuple[str, FileStam
 @collector_stopped()
 def build_manifest(
     checkpoint: Checkpoint,
-    recipe: Recipe,
+    profile: Profile,
     plan: Plan,
     sidecars: Sidecars,
     digests: Mapping[str, str],
@@ -119,8 +120,11 @@ def build_manifest(
         model_type=plan.model_type,
         architecture=plan.architecture,
         config_digest=sha256_digest(checkpoint.config_bytes),
-        recipe_name=recipe.name,
-        recipe_text=recipe.text,
+        recipe_name=profile.recipe.name,
+        recipe_text=profile.recipe.text,
+        device=profile.device,
+        devices=profile.devices,
+        view_devices=_view_devices(plan),
         model_checked=False,
         patches=_patches(plan),
         tensors=tuple(
@@ -148,6 +152,14 @@ def build_manifest(
         written_by="apply",
         digests=None,
     )
+
+
+def _view_devices(plan: Plan) -> tuple[str, ...]:
+    """Those whose kernels may read some of it through a view, by the layouts alone."""
+    specs, used = layout_specs(), {claim.entry for claim in plan.claims}
+    layouts = [entry.layout.name for entry in plan.entries if entry.number in used and entry.layout.package is None]
+    kernels = [kernel for name in layouts if name in specs for kernel in specs[name].kernels]
+    return tuple(dict.fromkeys(kernel.device for kernel in kernels if kernel.by_view))
 
 
 def _parts(step: Step, tensors: Mapping[str, SourceTensor]) -> tuple[PartRecord, ...]:

@@ -102,7 +102,7 @@ def _builtin_entry(number: int, patch: Patch) -> Entry:
             where=patch.where,
             fix=f"use {wanted}",
         )
-    _check_dtype(patch, spec.name, joins=any(rule.op is not Op.RENAME for rule in spec.rules))
+    _check_dtype(patch, spec.name, joins=any(rule.op is Op.CONCATENATE for rule in spec.rules))
     return Entry(
         number=number,
         where=patch.where,

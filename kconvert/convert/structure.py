@@ -26,7 +26,7 @@ from kconvert.kernels.dataflow import check_chains
 from kconvert.kernels.model import converted_class
 from kconvert.manifest import Manifest
 from kconvert.plan import Claim, Entry, Plan
-from kconvert.recipe import Recipe
+from kconvert.recipe import Profile
 from kconvert.runtime.modelclass import build_meta_model
 from kconvert.runtime.patching import (
     PatchedOnInit,
@@ -65,7 +65,7 @@ class LayoutShapes:
 
     stock: StockModel
     checkpoint: Checkpoint
-    recipe: Recipe
+    profile: Profile
     resolved: ResolvedRecipe
 
     def __call__(self, claims: Sequence[Claim]) -> Callable[[str], tuple[int, ...] | None]:
@@ -75,7 +75,7 @@ class LayoutShapes:
         def shapes() -> dict[str, tuple[int, ...]]:
             taken = tuple(claim for claim in claims if claim.entry in self.resolved.packages)
             bare = Plan("", "", self.resolved.entries, taken, (), (), ())
-            manifest = build_manifest(self.checkpoint, self.recipe, bare, Sidecars((), (), ()), {}, b"")
+            manifest = build_manifest(self.checkpoint, self.profile, bare, Sidecars((), (), ()), {}, b"")
             packed, _ = _build_packed(self.stock, manifest, self.resolved)
             return {name: tuple(tensor.shape) for name, tensor in packed.state_dict().items()}
 
@@ -100,6 +100,7 @@ def check_packed_model(
         replace(patch.record, facts=_facts(packed, patch, entry.where))
         for patch, entry in zip(patches, plan.entries, strict=True)
     )
+    manifest = _with_views(manifest, packed, patches)
     if checkpoint.quantization is not None:
         # the quantiser changes modules and names while loading, so only the layouts can be checked here
         return replace(manifest, patches=records)
@@ -278,6 +279,15 @@ def _is_tied_to(stored: Collection[str], name: str, ties: Mapping[str, str]) -> 
     """Whether another tensor of the group that `name` is tied in is stored: transformers fills the group from any."""
     source = ties.get(name, name)
     return source in stored or any(other in stored for other, tied_to in ties.items() if tied_to == source)
+
+
+def _with_views(manifest: Manifest, packed: Any, patches: Sequence[ResolvedPatch]) -> Manifest:
+    """The manifest, which the layouts gave every device that may need a view, with those that do."""
+    first = (
+        packed.get_submodule(patch.record.modules[0][0]) for patch in patches if patch.layout and patch.record.modules
+    )
+    found = {name for module in first for name in module.kconvert_views()}
+    return replace(manifest, view_devices=tuple(name for name in manifest.view_devices if name in found))
 
 
 def _facts(packed: Any, patch: ResolvedPatch, where: str) -> dict[str, dict[str, Any]] | None:

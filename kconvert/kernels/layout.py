@@ -14,13 +14,23 @@ from functools import wraps
 from inspect import signature
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import nn
 
 from kconvert.kernels.classes import become, derived_class
 from kconvert.kernels.dispatch import Dispatch, attach, dispatched
 from kconvert.transforms import LayoutSpec, Rule
 
-__all__ = ["Layout", "has_hooks", "is_patched", "other_inputs", "patched_class", "stock_class_of", "stock_twin"]
+__all__ = [
+    "Layout",
+    "has_hooks",
+    "is_patched",
+    "marked_view",
+    "other_inputs",
+    "patched_class",
+    "stock_class_of",
+    "stock_twin",
+]
 
 
 class Layout(nn.Module):
@@ -73,6 +83,10 @@ class Layout(nn.Module):
         """Children that are patched by layouts of their own, which choose their own kernels; the base has none."""
         return {}
 
+    def kconvert_views(self) -> frozenset[str]:
+        """The device types whose kernels read a weight of this module the other way round than it lies; the base has none."""
+        return frozenset()
+
     def facts(self) -> dict[str, Any]:
         """What is proven of this module and stored in the manifest, per class; empty where there is nothing."""
         return {}
@@ -109,6 +123,13 @@ def patched_class(*bases: type) -> type[nn.Module]:
 def is_patched(module: nn.Module) -> bool:
     """Whether `module` is a patched module."""
     return "kconvert_dispatch" in module.__dict__
+
+
+def marked_view(view: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`view`, marked as initialised where `tensor` is: a model's `_init_weights` must not fill it."""
+    if getattr(tensor, "_is_hf_initialized", False):
+        view._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own flag
+    return view
 
 
 def has_hooks(module: nn.Module) -> bool:

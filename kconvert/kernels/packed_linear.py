@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from kconvert.kernels.layout import Layout
+from kconvert.kernels.layout import Layout, marked_view
 from kconvert.kernels.row_linear import compiled_linear, takes_row
 from kconvert.transforms import LayoutSpec, Op
 
@@ -53,10 +53,7 @@ class LinearView:
         return None if self._packed.bias is None else self._view(self._packed.bias)
 
     def _view(self, tensor: torch.Tensor) -> torch.Tensor:
-        view = tensor.narrow(0, self._start, self._rows)
-        if getattr(tensor, "_is_hf_initialized", False):
-            view._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own flag
-        return view
+        return marked_view(tensor.narrow(0, self._start, self._rows), tensor)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden @ weight.T + bias`.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from kconvert.kernels.dispatch import Dispatch
-from kconvert.kernels.layout import is_patched, stock_class_of
+from kconvert.kernels.layout import Layout, is_patched, stock_class_of
 from kconvert.kernels.select import Mode, Selection
 from kconvert.names import starred
 
@@ -28,7 +28,10 @@ _WIDTH = 80
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """One patched module: its path, stock class, layout, device, and the choice for inference there."""
+    """One patched module: its path, stock class, layout, device, and the choice for inference there.
+
+    `by_view` says whether the kernel reads weights through a view, because they are stored for another device.
+    """
 
     path: str
     class_name: str
@@ -36,6 +39,7 @@ class ModuleReport:
     device: str
     selection: Selection
     training_kernel: str | None
+    by_view: bool = False
 
     @property
     def kernel(self) -> str:
@@ -64,6 +68,7 @@ class Report:
                     "device": module.device,
                     "kernel": module.kernel,
                     "training_kernel": module.training_kernel or REFERENCE,
+                    "by_view": module.by_view,
                     "trace": [
                         {
                             "kernel": item.kernel_id,
@@ -93,6 +98,9 @@ class Report:
         rows += [(path, str(count), device, runs) for (path, device, runs), count in counts.items()]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = ["  ".join([*map(str.ljust, row, widths), row[3]]) for row in rows]
+        views = sorted({module.kernel for module in self.modules if module.by_view})
+        if views:
+            lines += ["through views of weights that are stored for another device:", f"  {', '.join(views)}"]
         rejected = list(self._rejection_lines())
         return "\n".join([*lines, "not used:", *rejected] if rejected else lines)
 
@@ -147,14 +155,18 @@ def build_report(model: nn.Module) -> Report:
         device = device_in(model, module)
         nothing = Selection(None, ())
         training = dispatch.selection(device, Mode.TRAINING) or nothing
+        selection = dispatch.selection(device, Mode.INFERENCE) or nothing
         modules.append(
             ModuleReport(
                 path=path,
                 class_name=stock_class_of(module).__name__,
                 layout=str(module.kconvert_layout),
                 device=device,
-                selection=dispatch.selection(device, Mode.INFERENCE) or nothing,
+                selection=selection,
                 training_kernel=training.kernel_id,
+                by_view=selection.kernel_id is not None
+                and isinstance(module, Layout)
+                and device in module.kconvert_views(),
             )
         )
     return Report(tuple(modules))

@@ -1,6 +1,6 @@
 """`kconvert_manifest.json`: what was changed, and what to patch at load.
 
-Schema 3.  The manifest is data only: no import path in it is ever imported, kernels are named by IDs and
+Schema 4.  The manifest is data only: no import path in it is ever imported, kernels are named by IDs and
 packages by digest.  It holds enough to invert every target tensor and to shard it.  Reading checks the
 schema version, the digest of the manifest itself, every type, and every file name.
 """
@@ -42,7 +42,7 @@ __all__ = [
     "load_manifest",
 ]
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _LIMIT_BYTES = 512 * 1024 * 1024
 _MOST_ELEMENTS = 2**60
 _MOST_NUMBERS = 2 + 3 * 60
@@ -182,6 +182,10 @@ class Manifest:
     `model_checked` says whether the structural check ran; only then is `carried` known.  `written_by` is `apply`,
     or `save_pretrained` where the values are no longer those of the source.  `sidecar_digests` are those of all `sidecars`;
     `digests` those of all tensors as they are stored, by target, where they were asked for: the sha256 as hex.
+
+    `device` is the device that the recipe's entries were chosen for, or None; `devices` are all that get these entries, and
+    that the directory is meant for.  Others are served too.  The kernels of those in `view_devices` read some weights through a
+    view, because they would have them stored another way.
     """
 
     kconvert_version: str
@@ -191,6 +195,9 @@ class Manifest:
     config_digest: str
     recipe_name: str
     recipe_text: str
+    device: str | None
+    devices: tuple[str, ...]
+    view_devices: tuple[str, ...]
     model_checked: bool
     patches: tuple[PatchRecord, ...]
     tensors: tuple[TensorRecord, ...]

@@ -136,13 +136,13 @@ def find_packable(
 
     Args:
         tensors: name to what its header says.
-        specs: the layouts to look for; those that hold others, and those that join nothing, are passed over.
+        specs: the layouts to look for; those that nothing proposes, and those that join nothing, are passed over.
         obstacle: why nothing in this checkpoint can be packed, such as a quantisation; None where nothing is known.
     """
     found = []
     for spec in specs:
-        rules = [rule for rule in spec.rules if rule.op is not Op.RENAME]
-        if rules and not spec.is_fusion and not spec.is_composed:
+        rules = [rule for rule in spec.rules if rule.op is Op.CONCATENATE]
+        if rules and not spec.is_fusion and spec.is_proposed:
             found += _survey_layout(spec, rules, tensors, obstacle)
     return tuple(found)
 

@@ -12,16 +12,18 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kconvert.errors import RecipeError
-from kconvert.names import near_misses
+from kconvert.names import DEVICES, near_misses
 from kconvert.patterns import PathPattern
 from kconvert.recipe.reference import KernelRef
 from kconvert.recipe.values import Loc, describe, retype
 
 __all__ = [
     "RuleError",
+    "check_device",
     "check_name",
     "check_revision",
     "check_version",
+    "parse_devices",
     "parse_dtype",
     "parse_kernels",
     "parse_model_types",
@@ -55,6 +57,20 @@ def check_revision(text: str) -> str:
     """A branch, tag or commit of the Hub."""
     if not text or not text.isprintable() or " " in text:
         raise RuleError(f"revision {text!r} is empty or holds blanks", fix="write a branch, a tag or a commit")
+    return text
+
+
+def parse_devices(value: object) -> tuple[str, ...]:
+    """The value of `for`: one device type or a list."""
+    return _parse_strings(value, "for", check_device)
+
+
+def check_device(text: str) -> str:
+    """A device type that there are kernels for."""
+    if text not in DEVICES:
+        near = near_misses(text.lower(), DEVICES)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise RuleError(f"unknown device {text!r}", fix=f"{hint}known devices: {', '.join(DEVICES)}")
     return text
 
 

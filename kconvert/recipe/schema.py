@@ -26,12 +26,14 @@ from pydantic import (
 )
 from pydantic.functional_validators import ModelWrapValidatorHandler  # `pydantic` has it from 2.8 on
 
+from kconvert.names import DEVICES
 from kconvert.patterns import PathPattern
 from kconvert.recipe.fields import (
     RuleError,
     check_name,
     check_revision,
     check_version,
+    parse_devices,
     parse_dtype,
     parse_kernels,
     parse_model_types,
@@ -98,6 +100,12 @@ class Patch(_Placed):
         description="One kernel or a list, best first, all of one layout: IDs as in `kconvert list-kernels`, or a single "
         "kernel package, `./folder:ClassName` or `owner/repo:ClassName`.",
     )
+    devices: Annotated[tuple[str, ...], BeforeValidator(parse_devices)] | None = Field(
+        None,
+        alias="for",
+        description="`cpu`, `cuda` or `npu`, one or a list: the entry is used with `--device` and one of these only. Without it, "
+        "or with all of them, it is always used.",
+    )
     replace: Target | None = Field(
         None, description="The modules that get the layout, one by one. An entry has either `replace` or `fuse`."
     )
@@ -132,6 +140,10 @@ class Patch(_Placed):
     def targets(self) -> tuple[Target, ...]:
         """The fused targets in pair order, or the single replaced one."""
         return self.fuse if self.fuse is not None else (self.replace,) if self.replace is not None else ()
+
+    def is_for(self, device: str | None) -> bool:
+        """Whether the entry is used for a device, or for none in particular."""
+        return self.devices is None or set(self.devices) == set(DEVICES) or device in self.devices
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:

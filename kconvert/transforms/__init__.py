@@ -31,7 +31,17 @@ from kconvert.transforms.operations import (
     Unstack,
     UnstackHalves,
 )
-from kconvert.transforms.rules import BoundRule, Collected, MemberTensor, Rule, below, concatenate, nested, rename
+from kconvert.transforms.rules import (
+    BoundRule,
+    Collected,
+    MemberTensor,
+    Rule,
+    below,
+    concatenate,
+    nested,
+    rename,
+    transpose,
+)
 from kconvert.transforms.spec import KernelEntry, LayoutSpec
 
 __all__ = [
@@ -76,5 +86,6 @@ __all__ = [
     "nested",
     "rename",
     "runs_of",
+    "transpose",
     "whole",
 ]

@@ -96,10 +96,7 @@ def bind_spec(spec: LayoutSpec, paths: Sequence[str], names: Sequence[str]) -> t
                 fix=_INCOMPLETE,
             )
         used.update(sources)
-        is_rename = rule.op is Op.RENAME
-        bound.append(
-            BoundRule.renamed(sources[0], target) if is_rename else BoundRule.joined(sources, target, rule.axis)
-        )
+        bound.append(_bound(rule, sources, target))
     stray = sorted(present - used)
     if stray:
         raise CheckpointError(
@@ -107,6 +104,15 @@ def bind_spec(spec: LayoutSpec, paths: Sequence[str], names: Sequence[str]) -> t
             fix="leave these layers out of the path, or use a layout that takes the tensor",
         )
     return tuple(bound)
+
+
+def _bound(rule: Rule, sources: Sequence[str], target: str) -> BoundRule:
+    """A rule of a layout with full names."""
+    if rule.op is Op.RENAME:
+        return BoundRule.renamed(sources[0], target)
+    if rule.op is Op.TRANSPOSE:
+        return BoundRule.transposed(sources[0], target, rule.axis)
+    return BoundRule.joined(sources, target, rule.axis)
 
 
 def _possible_sources(rule: Rule) -> tuple[MemberTensor, ...]:

@@ -6,6 +6,7 @@ tensor later (offline rewrite, packing of a live module, inverse, save) is read 
 
     concatenate(["gate_proj.weight", "up_proj.weight"], "gate_up_proj.weight")
     rename("weight", "scale")
+    transpose("down_proj", "down_proj_transposed")
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kconvert.transforms.arrangement import Arrangement
-from kconvert.transforms.operations import Concatenate, Names, Op, Operation, run_chain
+from kconvert.transforms.operations import Concatenate, Names, Op, Operation, Transpose, run_chain
 
-__all__ = ["BoundRule", "Collected", "MemberTensor", "Rule", "below", "concatenate", "nested", "rename"]
+__all__ = ["BoundRule", "Collected", "MemberTensor", "Rule", "below", "concatenate", "nested", "rename", "transpose"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class MemberTensor:
 class Rule:
     """One layout tensor.
 
-    `sources` are in part order: the rows of the first source come first in the target.  An `optional`
+    `sources` are in part order: the rows of the first source come first in the target.  `axis` is the one along which they are
+    joined, or of one that is transposed the axis that is exchanged with the next one.  An `optional`
     rule applies where all its sources exist and is skipped where none does (biases).  `packed` is the tensor that
     stands for all the sources in a model that is trained packed; only where `takes_packed` does the layout take it as
     it is, because it can be shown that its parts are in the same order.
@@ -46,9 +48,9 @@ class Rule:
     takes_packed: bool = False
 
     def __post_init__(self) -> None:
-        if self.op not in (Op.RENAME, Op.CONCATENATE):
+        if self.op not in (Op.RENAME, Op.CONCATENATE, Op.TRANSPOSE):
             raise ValueError(f"no rule of a layout is a {self.op}")
-        if (self.op is Op.RENAME) != (len(self.sources) == 1):
+        if (self.op is not Op.CONCATENATE) != (len(self.sources) == 1):
             raise ValueError(f"{self.op} to {self.target!r} from {len(self.sources)} sources")
         if len(set(self.sources)) != len(self.sources):
             raise ValueError(f"{self.target!r} takes a source twice: {self.sources}")
@@ -91,6 +93,11 @@ class BoundRule:
     def joined(cls, sources: Sequence[str], target: str, axis: int = 0) -> BoundRule:
         """`sources` joined along `axis`, in this order."""
         return cls(tuple(Collected(name, (name,)) for name in sources), target, (Concatenate(axis),))
+
+    @classmethod
+    def transposed(cls, source: str, target: str, axis: int) -> BoundRule:
+        """`source` with `axis` and the next one exchanged."""
+        return cls((Collected(source, (source,)),), target, (Transpose(axis, axis + 1),))
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -161,6 +168,11 @@ def concatenate(
     parts = tuple(MemberTensor(0, name) for name in sources)
     packed = MemberTensor(0, target)
     return Rule(Op.CONCATENATE, parts, target, axis, optional, packed=packed, takes_packed=takes_packed)
+
+
+def transpose(source: str, target: str, *, axis: int = 1) -> Rule:
+    """`source` with `axis` and the next one exchanged."""
+    return Rule(Op.TRANSPOSE, (MemberTensor(0, source),), target, axis)
 
 
 def nested(rules: Sequence[Rule], *, member: int, into: str) -> tuple[Rule, ...]:

@@ -15,10 +15,14 @@ __all__ = ["KernelEntry", "LayoutSpec"]
 
 @dataclass(frozen=True)
 class KernelEntry:
-    """A kernel ID and the device type it runs on (`cpu`, `cuda`, `npu`)."""
+    """A kernel ID and the device type it runs on (`cpu`, `cuda`, `npu`).
+
+    `by_view`: it wants a weight the other way round than the layout stores it, and reads it through a view.
+    """
 
     kernel_id: str
     device: str
+    by_view: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class LayoutSpec:
         takes: the children of the one member that the layout takes, those that it makes included; empty where it
             takes the whole subtree, and `NOTHING` where it takes none of it.  What it does not take stays as it is, or
             belongs to another entry.
-        is_composed: whether it holds other layouts, so that it is for people to choose and never proposed in their place.
+        is_proposed: whether it is offered where it fits; not one that stands in the place of others, which it holds or stores
+            in another form: that is for people to choose.
     """
 
     name: str
@@ -47,7 +52,7 @@ class LayoutSpec:
     module: str
     summary: str
     takes: frozenset[str] = frozenset()
-    is_composed: bool = False
+    is_proposed: bool = True
 
     def __post_init__(self) -> None:
         targets = [rule.target for rule in self.rules]

@@ -32,6 +32,7 @@ SIZES = {
     "rope": ((4, 32, 4, 2, 8),),
     "decoder_layer": ((4, 32, 4, 2, 8),),
     "experts": ((4, 32, 16, 4, 2),),
+    "experts_transposed": ((4, 32, 16, 4, 2),),
 }
 
 

@@ -103,7 +103,7 @@ def test_what_could_be_packed(source: Path, capsys: Capture) -> None:
     assert found["joins"] == [
         {"sources": ["gate_proj.weight", "up_proj.weight"], "target": "gate_up_proj.weight"},
     ]
-    joining = {name for name, spec in layout_specs().items() if not spec.is_composed and spec.changes_parameters}
+    joining = {name for name, spec in layout_specs().items() if spec.is_proposed and spec.changes_parameters}
     assert {found["layout"] for found in value["packable"]} == joining
 
 

@@ -590,6 +590,7 @@ norm_gated_mlp   model.layers.*.post_attention_layernorm         2
                  + model.layers.*.mlp
 
 weights          4.7 kB as they are, 1.5 kB packed
+devices          cpu, cuda, npu
 carried          1 tensor: mtp.fc.weight
 left out         1 file: training_args.bin
 time             ...

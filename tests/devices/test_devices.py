@@ -83,9 +83,12 @@ def check(
     assert_near(first.grad.cpu(), leaf.grad, 2 * TOLERANCES[dtype])
     theirs = dict(wide.named_parameters())
     for name, weight in packed.named_parameters():
-        parts = [name] if name in theirs else [name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
+        stored = name.removesuffix("_transposed")
+        parts = (
+            [stored] if stored in theirs else [name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
+        )
         gradients: list[Any] = [theirs[part].grad for part in parts]
-        gradient = torch.cat(gradients)
+        gradient = torch.cat(gradients) if name == stored else torch.cat(gradients).transpose(1, 2)
         assert weight.grad is not None
         assert_near(weight.grad.cpu(), gradient, 2 * TOLERANCES[dtype])
 
@@ -212,23 +215,26 @@ def test_rotations(family: str, device: str, axis: int, is_normed: bool, dtype: 
         assert_near(one.cpu(), other, TOLERANCES[dtype])
 
 
-def test_experts(family: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "kernel"), [("experts", "fused_moe"), ("experts_transposed", "fused_moe_transposed")]
+)
+def test_experts(family: str, device: str, layout: str, kernel: str) -> None:
     config = Qwen3MoeConfig(hidden_size=24, moe_intermediate_size=20, num_experts=5, num_experts_per_tok=2)
     config._experts_implementation = "eager"
-    _check_experts(randomised(Qwen3MoeExperts(config), 0.2), 5, family, device)
+    _check_experts(randomised(Qwen3MoeExperts(config), 0.2), family, device, layout, kernel)
 
 
 def test_experts_with_a_clamped_gate_and_biases(family: str, device: str) -> None:
     config = GptOssConfig(hidden_size=24, intermediate_size=20, num_local_experts=5, num_experts_per_tok=2)
     config._experts_implementation = "eager"
-    _check_experts(randomised(GptOssExperts(config), 0.4), 5, family, device)
+    _check_experts(randomised(GptOssExperts(config), 0.4), family, device, "experts", "fused_moe")
 
 
-def _check_experts(stock: nn.Module, num_experts: int, family: str, device: str) -> None:
+def _check_experts(stock: nn.Module, family: str, device: str, layout: str, kernel: str) -> None:
     generator = torch.Generator().manual_seed(0)
     for tokens in (1, 7, 33):
         hidden = torch.randn(tokens, 24, generator=generator, dtype=torch.float64)
-        weights, index = torch.rand(tokens, num_experts, generator=generator, dtype=torch.float64).topk(2)
+        weights, index = torch.rand(tokens, 5, generator=generator, dtype=torch.float64).topk(2)
         for dtype in DTYPES:
             inputs = [hidden, index, weights]
-            check(copy.deepcopy(stock), family, "experts", "fused_moe", inputs, dtype, device)
+            check(copy.deepcopy(stock), family, layout, kernel, inputs, dtype, device)

@@ -30,7 +30,7 @@ from kconvert.kernels.layout import is_patched
 from kconvert.kernels.ops.experts import plain
 from kconvert.kernels.ops.experts.cpu import CpuFusedMoE, _loop
 from kconvert.kernels.ops.experts.cuda import CudaFusedMoE
-from kconvert.kernels.ops.experts.layout import ExpertsLayout, prove_experts
+from kconvert.kernels.ops.experts.layout import ExpertsCall, ExpertsLayout, plain_call, prove_experts
 from kconvert.kernels.ops.experts.proof import ExpertsVariant
 from tests.support import Kind, convert, save_tiny, tiny_model
 
@@ -219,16 +219,22 @@ def test_another_forward_is_refused(cls: Any, kw: dict[str, Any], reason: str) -
 # --- the CPU kernel -----------------------------------------------------------------------------------------
 
 
+def call_of(packed: nn.Module, *args: torch.Tensor) -> ExpertsCall:
+    """A call that the kernel takes."""
+    call = plain_call(packed, args, {})
+    assert call is not None
+    return call
+
+
 @pytest.mark.parametrize("cls", [Qwen3MoeExperts, GptOssExperts])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", ["forward", "loop"])
 def test_cpu_kernel_and_its_gradients_are_those_of_the_stock_loop(cls: Any, dtype: torch.dtype, way: str) -> None:
     module = stock(cls, dtype=dtype)
     packed = patched(module)
-    variant = packed.kconvert_variant[0]
 
     def run(*args: torch.Tensor) -> torch.Tensor:
-        return CpuFusedMoE.forward(packed, *args) if way == "forward" else _loop(packed, variant, *args)
+        return CpuFusedMoE.forward(packed, *args) if way == "forward" else _loop(call_of(packed, *args))
 
     found: list[torch.Tensor] = []
     expected: list[torch.Tensor] = []
@@ -281,13 +287,17 @@ def test_cpu_kernel_leaves_out_what_names_no_expert_and_takes_no_tokens(
     monkeypatch.setattr(plain, "grouped_mm", poisoned)
     module = stock(Qwen3MoeExperts, dtype=torch.float32)
     packed = patched(module)
-    run = plain.grouped_experts if way == "grouped" else _loop
+    function = plain.grouped_experts if way == "grouped" else _loop
+
+    def run(*args: torch.Tensor) -> torch.Tensor:
+        return function(call_of(packed, *args))
+
     hidden, ids, weights = inputs(module, dtype=torch.float32)
     ids[::2, 0] = 5
     with torch.no_grad():
-        found = run(packed, packed.kconvert_variant[0], hidden, ids, weights)
+        found = run(hidden, ids, weights)
         assert_near(found, module(hidden, ids, weights), 2e-6)
-        assert run(packed, packed.kconvert_variant[0], hidden[:0], ids[:0], weights[:0]).shape == (0, 32)
+        assert run(hidden[:0], ids[:0], weights[:0]).shape == (0, 32)
 
 
 def test_what_is_not_the_plain_case_runs_the_reference() -> None:

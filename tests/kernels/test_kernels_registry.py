@@ -37,10 +37,11 @@ from kconvert.kernels.registry import check_deps_reason, get_known_kernel
 from kconvert.kernels.specs import kernel_specs, layout_specs
 from tests.support import tiny_model
 
+NAMES = ("rmsnorm", "gated_rmsnorm", "swiglu", "geglu", "qkv", "rope", "moe", "moe_transposed", "rmsnorm_swiglu")
 BUILT_IN = {
     f"{device}_fused_{name}": DeviceType(device)
     for device in ("cpu", "cuda", "npu")
-    for name in ("rmsnorm", "gated_rmsnorm", "swiglu", "geglu", "qkv", "rope", "moe", "rmsnorm_swiglu", "decoder_layer")
+    for name in (*NAMES, "decoder_layer")
     if (device, name) != ("cpu", "rope")
 } | dict.fromkeys(("liger_rmsnorm", "liger_swiglu", "liger_geglu"), DeviceType.CUDA)
 
@@ -166,7 +167,7 @@ def test_specs_and_classes_agree() -> None:
 
 def test_fusion_kernels_are_not_default() -> None:
     assert {kernel_id for kernel_id, kernel in Registry.catalog().items() if not kernel.default} == {
-        *(kernel_id for kernel_id in BUILT_IN if kernel_id.endswith(("rmsnorm_swiglu", "decoder_layer"))),
+        *(kernel_id for kernel_id in BUILT_IN if kernel_id.endswith(("rmsnorm_swiglu", "decoder_layer", "_transposed"))),
         *(kernel_id for kernel_id in BUILT_IN if kernel_id.startswith("liger_")),
     }
 

@@ -48,6 +48,9 @@ MANIFEST = Manifest(
     config_digest=sha256_digest(b"{}"),
     recipe_name="qwen3",
     recipe_text="recipe: 1\nname: qwen3  # größer\n",
+    device=None,
+    devices=("cpu", "cuda", "npu"),
+    view_devices=(),
     model_checked=True,
     patches=(
         PatchRecord(
@@ -184,20 +187,20 @@ def test_a_missing_digest(tmp_path: Path) -> None:
     expect_refused(tmp_path, "its digest does not fit its content")
 
 
-@pytest.mark.parametrize("schema", [0, 2, 4, "3", None])
+@pytest.mark.parametrize("schema", [0, 3, 5, "4", None])
 def test_an_unknown_schema(tmp_path: Path, schema: object) -> None:
     write(tmp_path, {**body(), "schema": schema})
-    expect_refused(tmp_path, f"has schema {schema!r}, this version reads 3")
+    expect_refused(tmp_path, f"has schema {schema!r}, this version reads 4")
 
 
-@pytest.mark.parametrize("schema", [3.0])
+@pytest.mark.parametrize("schema", [4.0])
 def test_a_schema_that_only_equals_three(tmp_path: Path, schema: object) -> None:
     write(tmp_path, {**body(), "schema": schema})
     expect_refused(tmp_path, "schema")
 
 
 def test_a_key_that_stands_twice(tmp_path: Path) -> None:
-    content = MANIFEST.to_bytes().replace(b'"schema": 3', b'"schema": 3,\n "schema": 3')
+    content = MANIFEST.to_bytes().replace(b'"schema": 4', b'"schema": 4,\n "schema": 4')
     (tmp_path / MANIFEST_NAME).write_bytes(content)
     expect_refused(tmp_path, "key 'schema' stands twice")
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from kconvert.kernels.ascend import experts as ascend_experts
+from kconvert.kernels.npu import npu_ops
 from tests.devices.models import assert_close, patched
 from tests.support import tiny_model
 
@@ -90,3 +92,30 @@ def test_training(kind: Any, checkpointing: bool, npu: list[str]) -> None:
     # checkpointing runs a first time without gradients, and then again with them
     if not checkpointing:
         assert not {"npu_add_rms_norm", "npu_gemma_rms_norm", "npu_grouped_matmul"} & set(npu)
+
+
+@pytest.mark.parametrize(("kernel", "as_stored"), [("npu_fused_moe", False), ("npu_fused_moe_transposed", True)])
+def test_weights_go_as_they_are_stored_where_the_layout_is_for_it(
+    kernel: str, as_stored: bool, npu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stored transposed, nothing is turned and nothing is copied; else the operator gets a view."""
+    model = patched(tiny_model("qwen3_moe"), (kernel,))
+    own = {weight.data_ptr() for weight in model.parameters()}
+    given: list[torch.Tensor] = []
+    ops = npu_ops()
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ops, name)
+
+        def npu_grouped_matmul(self, x: Any, weight: list[torch.Tensor], **options: Any) -> Any:
+            given.extend(weight)
+            return ops.npu_grouped_matmul(x, weight, **options)
+
+    monkeypatch.setattr(ascend_experts, "npu_ops", Watched)
+    with torch.no_grad():
+        model(IDS)
+    assert given
+    assert {weight.data_ptr() for weight in given} <= own
+    assert {weight.is_contiguous() for weight in given} == {as_stored}
+    assert "npu_grouped_matmul" in npu

@@ -544,7 +544,7 @@ def test_a_manifest_that_was_edited(dense: Case, tmp_path: Path, capsys: Capture
     for options in ((), ("--source", dense.source)):
         assert "was edited or damaged" in failing(capsys, converted, *options, "--level", "bytes", code=4)
     text = (dense.digested / MANIFEST_NAME).read_text()
-    path.write_text(text.replace('"schema": 3', '"schema":  3'))
+    path.write_text(text.replace('"schema": 4', '"schema":  4'))
     assert lines(verify(converted, levels=["bytes"])) == [
         f"{MANIFEST_NAME}: is not in the form in which it was written: it was edited"
     ]

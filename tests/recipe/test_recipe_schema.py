@@ -274,7 +274,7 @@ def test_unknown_keys_get_near_misses_and_the_list() -> None:
     error = entry_fault(
         "  - kernals: a\n" + REPLACE, 1, "unknown key 'kernals' in a patch entry", "did you mean 'kernel'? "
     )
-    assert "known keys: kernel, replace, fuse, version, revision, dtype, optional, trust_remote_code" in (
+    assert "known keys: kernel, for, replace, fuse, version, revision, dtype, optional, trust_remote_code" in (
         error.fix or ""
     )
     assert "more problem" not in str(error), "the missing `kernel` follows from the misspelling"
@@ -332,7 +332,10 @@ def test_patches_at_the_wrong_shape() -> None:
     fault(HEAD.replace("patches:", "patches: []"), 4, "'patches' is an empty list", "- kernel:")
     fault(HEAD.replace("patches:", "patches: a"), 4, "'patches' must be a list, not 'a'")
     fault(
-        HEAD + "  - a\n", 5, "item 1 of 'patches' must be a mapping, not 'a'", "keys of a patch entry: kernel, replace"
+        HEAD + "  - a\n",
+        5,
+        "item 1 of 'patches' must be a mapping, not 'a'",
+        "keys of a patch entry: kernel, for, replace",
     )
     fault(HEAD + "  -\n", 5, "item 1 of 'patches' has no value")
 

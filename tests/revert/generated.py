@@ -26,7 +26,7 @@ from kconvert.convert.resolve import ResolvedRecipe
 from kconvert.manifest import LayoutRecord
 from kconvert.patterns import PathPattern
 from kconvert.plan import Entry, ModuleTensor, Pair, build_plan
-from kconvert.recipe import parse_recipe
+from kconvert.recipe import parse_recipe, profile_of
 from kconvert.rewrite import Writing
 from kconvert.transforms import (
     BoundRule,
@@ -191,12 +191,12 @@ def convert_case(source: Path, output: Path, case: Case) -> Path:
         )
         for number, module in enumerate(case.modules)
     )
-    opened = open_source(parse_recipe(RECIPE, "generated"), source, resolved=ResolvedRecipe(entries))
+    opened = open_source(profile_of(parse_recipe(RECIPE, "generated"), None), source, resolved=ResolvedRecipe(entries))
     tensors = [tensor for module in case.modules for tensor in module.baked()]
     tensors += [ModuleTensor(tensor.name, whole(tensor.name, tensor.shape)) for tensor in case.others]
     plan = build_plan(opened.checkpoint, entries, tensors=tensors, max_shard_bytes=case.max_shard_bytes)
     manifest = build_manifest(
-        opened.checkpoint, opened.recipe, plan, opened.sidecars, opened.sidecar_digests, opened.headers
+        opened.checkpoint, opened.profile, plan, opened.sidecars, opened.sidecar_digests, opened.headers
     )
     prepared = Prepared(opened, plan, manifest, (), 0.0)
     with Writing(build_job(opened, plan, digests=case.digests), output) as writing:

@@ -50,7 +50,7 @@ def test_the_report_names_every_patched_module(pair: Pair) -> None:
     expected = {paths[0] for patch in model.kconvert_origin.manifest.patches for paths in patch.modules}
     assert sorted(paths) == sorted(expected)
     for module in report["modules"]:
-        assert set(module) == {"path", "class", "layout", "device", "kernel", "training_kernel", "trace"}
+        assert set(module) == {"path", "class", "layout", "device", "kernel", "training_kernel", "by_view", "trace"}
         assert is_patched(model.get_submodule(module["path"]))
         assert module["device"] == "cpu"
         assert module["training_kernel"] == module["kernel"]

@@ -10,8 +10,8 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from kconvert.kernels.expert_weights import ExpertWeights
 from kconvert.kernels.gated_variant import GatedVariant, gated_formula
-from kconvert.kernels.triton.experts import ExpertWeights
 
 __all__ = ["Poisoned", "loop_over_experts", "moved", "multiply_as_on_devices", "random_choices", "random_params"]
 

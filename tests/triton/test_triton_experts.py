@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kconvert.kernels.expert_weights import ExpertWeights
 from kconvert.kernels.gated_variant import GatedVariant
 from kconvert.kernels.triton import expert_gemm, expert_grads, expert_routing, expert_rows, gated_act
 from kconvert.kernels.triton.expert_routing import route
-from kconvert.kernels.triton.experts import ExpertWeights, Way, choose_way, experts, torch_way_reason
+from kconvert.kernels.triton.experts import Way, choose_way, experts, torch_way_reason
 from tests.triton.expert_checks import (
     Poisoned,
     loop_over_experts,

@@ -1,20 +1,20 @@
 """A mixture's experts: tokens sorted by `npu_moe_token_permute`, two `npu_grouped_matmul`, and `npu_moe_token_unpermute`.
 
-`npu_grouped_matmul` wants weights as `[experts, inputs, outputs]`.  Weights that lie the other way are given as they lie, under a
-transposed view.  It has no gradient.
+`npu_grouped_matmul` wants weights as `[experts, inputs, outputs]`, and has no gradient.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 
 from kconvert.kernels.ascend.gated_act import gated_act
+from kconvert.kernels.expert_weights import ExpertWeights
 from kconvert.kernels.gated_variant import GatedVariant
 from kconvert.kernels.npu import npu_ops
 
-__all__ = ["Weights", "experts"]
+__all__ = ["experts"]
 
 _SORTED_ROWS = 0
 """Groups are runs of rows."""
@@ -23,20 +23,11 @@ _ENDS = 0
 _ONE_RESULT = 2
 
 
-class Weights(NamedTuple):
-    """The parameters of all experts, as `[experts, inputs, outputs]`, and `[experts, outputs]`."""
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
-
-
 def experts(
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
-    weights: Weights,
+    weights: ExpertWeights,
     gate: GatedVariant,
 ) -> torch.Tensor:
     """The weighted sum of the chosen experts of each token.
@@ -45,7 +36,7 @@ def experts(
         hidden_states: `[tokens, hidden]`, not empty.
         top_k_index: `[tokens, k]`; one at or past the number of experts adds nothing.
         top_k_weights: `[tokens, k]`.
-        weights: in the dtype of `hidden_states`.
+        weights: `[E, inputs, outputs]`, in the dtype of `hidden_states`.
         gate: what is between the two products.
     """
     ops, num_experts = npu_ops(), weights.down.shape[0]

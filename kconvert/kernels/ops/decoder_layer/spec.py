@@ -28,5 +28,5 @@ SPEC = LayoutSpec(
     ),
     module="kconvert.kernels.ops.decoder_layer.layout:DecoderLayerLayout",
     summary="a decoder layer: residual add and norm as one, packed qkv_proj and gate_up_proj",
-    is_composed=True,
+    is_proposed=False,
 )

@@ -16,31 +16,22 @@ from torch import nn
 from kconvert.kernels.base import DeviceType, LayoutKernel
 from kconvert.kernels.gated_variant import gated_formula
 from kconvert.kernels.grouped_mm import grouped_mm_reason
-from kconvert.kernels.ops.experts.layout import ExpertsLayout, is_plain_call, prove_experts
+from kconvert.kernels.ops.experts.layout import ExpertsCall, ExpertsLayout, plain_call, prove_experts
 from kconvert.kernels.ops.experts.plain import grouped_experts
-from kconvert.kernels.ops.experts.proof import ExpertsVariant
 from kconvert.kernels.registry import register_kernel
 
 __all__ = ["CpuFusedMoE"]
 
 
-def _loop(
-    module: nn.Module,
-    variant: ExpertsVariant,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
-    parameters = module._parameters
-    gate_up, down = (cast("torch.Tensor", parameters[name]) for name in ("gate_up_proj", "down_proj"))
-    gate_up_bias, down_bias = (parameters.get(f"{name}_proj_bias") for name in ("gate_up", "down"))
-    top_k, num_experts = top_k_index.shape[1], down.shape[0]
+def _loop(call: ExpertsCall) -> torch.Tensor:
+    hidden_states, top_k_index, top_k_weights, params, variant = call
+    top_k, num_experts = top_k_index.shape[1], params.down.shape[0]
     ids = top_k_index.reshape(-1)
     order = ids.argsort(stable=True)
     tokens = order // top_k
     rows = hidden_states[tokens]
     # not indexed: the gradient of each index would be as large as all experts
-    gate_ups, downs = gate_up.unbind(), down.unbind()
+    gate_ups, downs = params.gate_up.unbind(), params.down.unbind()
     made, first = [], 0
     for expert, count in enumerate(torch.bincount(ids, minlength=num_experts)[:num_experts].tolist()):
         if not count:
@@ -48,9 +39,11 @@ def _loop(
         one, two = gate_ups[expert], downs[expert]
         if variant.is_transposed:
             one, two = one.t(), two.t()
-        both = F.linear(rows[first : first + count], one, None if gate_up_bias is None else gate_up_bias[expert])
+        both = F.linear(
+            rows[first : first + count], one, None if params.gate_up_bias is None else params.gate_up_bias[expert]
+        )
         gated = gated_formula(both, variant.gate)
-        made.append(F.linear(gated, two, None if down_bias is None else down_bias[expert]))
+        made.append(F.linear(gated, two, None if params.down_bias is None else params.down_bias[expert]))
         first += count
     out = torch.zeros_like(hidden_states)
     if made:
@@ -75,14 +68,11 @@ class CpuFusedMoE(LayoutKernel):
     @staticmethod
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Tokens `[T, n]`, indices `[T, k]` and weights `[T, k]`, under the stock names, to `[T, n]`."""
-        experts = cast("ExpertsLayout", module)
-        inputs, (variant, _) = experts.kconvert_inputs(args, kwargs), experts.kconvert_variant
-        parameters = module._parameters  # getattr finds one slowly
-        gate_up, down = (cast("torch.Tensor", parameters[name]) for name in ("gate_up_proj", "down_proj"))
-        if inputs is None or variant is None or not is_plain_call(inputs, gate_up):
-            return cast("torch.Tensor", experts.reference(*args, **kwargs))
-        if grouped_mm_reason(inputs[0], gate_up, down) is None:
-            return grouped_experts(experts, variant, *inputs)
+        call = plain_call(module, args, kwargs)
+        if call is None:
+            return cast("torch.Tensor", cast("ExpertsLayout", module).reference(*args, **kwargs))
+        if grouped_mm_reason(call.hidden_states, call.params.gate_up, call.params.down) is None:
+            return grouped_experts(call)
         if torch.compiler.is_compiling():
-            return cast("torch.Tensor", experts.reference(*args, **kwargs))
-        return _loop(module, variant, *inputs)
+            return cast("torch.Tensor", cast("ExpertsLayout", module).reference(*args, **kwargs))
+        return _loop(call)

@@ -7,6 +7,7 @@ reference does.  The reference also runs what is not the plain case: tokens in a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar, cast
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from kconvert.kernels.cuda import CudaKernel
 from kconvert.kernels.grouped_mm import grouped_mm_reason
-from kconvert.kernels.ops.experts.layout import ExpertsLayout, is_plain_call, prove_experts
+from kconvert.kernels.ops.experts.layout import ExpertsCall, ExpertsLayout, plain_call, prove_experts
 from kconvert.kernels.ops.experts.plain import grouped_experts
 from kconvert.kernels.registry import register_kernel
 
@@ -23,10 +24,14 @@ __all__ = ["CudaFusedMoE"]
 
 
 @cache
-def _device_code() -> Any:
-    from kconvert.kernels.triton import experts
+def _device_code() -> Callable[..., torch.Tensor]:
+    from kconvert.kernels.triton.experts import experts
 
     return experts
+
+
+def _grouped_mm_reason(call: ExpertsCall) -> str | None:
+    return grouped_mm_reason(call.hidden_states, call.params.gate_up, call.params.down)
 
 
 @register_kernel
@@ -45,21 +50,11 @@ class CudaFusedMoE(CudaKernel):
     @staticmethod
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Tokens `[T, n]`, indices `[T, k]` and weights `[T, k]`, under the stock names, to `[T, n]`."""
-        experts = cast("ExpertsLayout", module)
-        inputs, (variant, _) = experts.kconvert_inputs(args, kwargs), experts.kconvert_variant
-        parameters = module._parameters  # getattr finds one slowly
-        gate_up, down = (cast("torch.Tensor", parameters[name]) for name in ("gate_up_proj", "down_proj"))
-        if inputs is None or variant is None or not is_plain_call(inputs, gate_up):
-            return cast("torch.Tensor", experts.reference(*args, **kwargs))
-        if torch.compiler.is_compiling():
-            if grouped_mm_reason(inputs[0], gate_up, down) is None:
-                return grouped_experts(experts, variant, *inputs)
-            return cast("torch.Tensor", experts.reference(*args, **kwargs))
-        code = _device_code()
-        params = code.ExpertWeights(
-            gate_up, down, parameters.get("gate_up_proj_bias"), parameters.get("down_proj_bias")
-        )
-        return cast(
-            "torch.Tensor",
-            code.experts(*inputs, params, variant.gate, is_transposed=variant.is_transposed),
-        )
+        call = plain_call(module, args, kwargs)
+        is_compiling = torch.compiler.is_compiling()
+        if call is None or (is_compiling and _grouped_mm_reason(call) is not None):
+            return cast("torch.Tensor", cast("ExpertsLayout", module).reference(*args, **kwargs))
+        if is_compiling:
+            return grouped_experts(call)
+        *inputs, params, variant = call
+        return _device_code()(*inputs, params, variant.gate, is_transposed=variant.is_transposed)

@@ -14,16 +14,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
 
+from kconvert.kernels.expert_weights import ExpertWeights
 from kconvert.kernels.layout import Layout, stock_class_of
 from kconvert.kernels.ops.experts.proof import BIASES, WEIGHTS, ExpertsVariant, find_variant, is_shaped
 from kconvert.kernels.ops.experts.spec import SPEC
+from kconvert.transforms import LayoutSpec
 
-__all__ = ["ExpertsLayout", "is_plain_call", "prove_experts"]
+__all__ = ["ExpertsCall", "ExpertsLayout", "plain_call", "prove_experts", "view_devices"]
+
+
+class ExpertsCall(NamedTuple):
+    """A call that kernels take: rows of tokens `[T, n]`, indices and weights `[T, k]`, and what the experts are.
+
+    The parameters lie as `is_transposed` of the variant says.
+    """
+
+    hidden_states: torch.Tensor
+    top_k_index: torch.Tensor
+    top_k_weights: torch.Tensor
+    params: ExpertWeights
+    variant: ExpertsVariant
 
 
 class ExpertsLayout(Layout):
@@ -31,11 +46,13 @@ class ExpertsLayout(Layout):
 
     Class attributes of a patched class:
         kconvert_input_names: what the stock forward calls tokens, indices and weights.
+        kconvert_weight_names: the parameters that hold gate and up, and down.
     """
 
     spec = SPEC
     takes_one_tensor = False
     kconvert_input_names: ClassVar[tuple[str, ...]]
+    kconvert_weight_names: ClassVar[tuple[str, str]] = WEIGHTS
 
     @classmethod
     def unfit(cls, modules: Sequence[nn.Module]) -> str | None:
@@ -70,6 +87,11 @@ class ExpertsLayout(Layout):
             found = self.__dict__["kconvert_experts"] = find_variant(self)
         return cast("tuple[ExpertsVariant | None, str]", found)
 
+    def kconvert_views(self) -> frozenset[str]:
+        """Those that the spec names; none where the class itself has its weights transposed, as every kernel takes them."""
+        variant, _ = self.kconvert_variant
+        return frozenset() if variant is not None and variant.is_transposed else view_devices(self.spec)
+
     def kconvert_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any] | None:
         """Tokens, indices and weights of a call; None where one of them is missing."""
         if len(args) == 3:
@@ -85,14 +107,26 @@ def prove_experts(module: ExpertsLayout) -> str | None:
     return None if variant is not None else reason
 
 
-def is_plain_call(inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], weight: torch.Tensor) -> bool:
-    """Whether tokens, indices and weights are rows, and the tokens of the dtype of the parameters, autocast or not."""
+def plain_call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertsCall | None:
+    """A call of rows in the dtype of the parameters, autocast or not; None for one that the reference has to run."""
+    experts = cast("ExpertsLayout", module)
+    inputs, (variant, _) = experts.kconvert_inputs(args, kwargs), experts.kconvert_variant
+    own = module._parameters  # getattr finds one slowly
+    gate_up, down = (cast("torch.Tensor", own[name]) for name in experts.kconvert_weight_names)
+    if inputs is None or variant is None:
+        return None
     hidden_states, index, weights = inputs
-    return (
-        hidden_states.dim() == index.dim() == weights.dim() == 2
-        and hidden_states.dtype == weight.dtype
-        and not torch.is_autocast_enabled(hidden_states.device.type)
-    )
+    if not (hidden_states.dim() == index.dim() == weights.dim() == 2 and hidden_states.dtype == gate_up.dtype):
+        return None
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        return None
+    params = ExpertWeights(gate_up, down, own.get("gate_up_proj_bias"), own.get("down_proj_bias"))
+    return ExpertsCall(hidden_states, index, weights, params, variant)
+
+
+def view_devices(spec: LayoutSpec) -> frozenset[str]:
+    """The device types whose kernels of a layout read through a view."""
+    return frozenset(kernel.device for kernel in spec.kernels if kernel.by_view)
 
 
 def _input_names(stock: type[nn.Module]) -> tuple[str, ...]:

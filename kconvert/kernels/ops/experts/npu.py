@@ -7,9 +7,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from kconvert.kernels.ascend.experts import Weights, experts
+from kconvert.kernels.ascend.experts import experts
 from kconvert.kernels.npu import NpuKernel
-from kconvert.kernels.ops.experts.layout import ExpertsLayout, is_plain_call, prove_experts
+from kconvert.kernels.ops.experts.layout import ExpertsLayout, plain_call, prove_experts
 from kconvert.kernels.registry import register_kernel
 
 __all__ = ["NpuFusedMoE"]
@@ -32,13 +32,9 @@ class NpuFusedMoE(NpuKernel):
     @staticmethod
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Tokens `[T, n]`, indices `[T, k]` and weights `[T, k]`, under the stock names, to `[T, n]`."""
-        layout = cast("ExpertsLayout", module)
-        inputs, (variant, _) = layout.kconvert_inputs(args, kwargs), layout.kconvert_variant
-        parameters = module._parameters
-        gate_up, down = (cast("torch.Tensor", parameters[name]) for name in ("gate_up_proj", "down_proj"))
-        if inputs is None or variant is None or not is_plain_call(inputs, gate_up) or not inputs[1].numel():
-            return cast("torch.Tensor", layout.reference(*args, **kwargs))
-        if not variant.is_transposed:
-            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-        weights = Weights(gate_up, down, parameters.get("gate_up_proj_bias"), parameters.get("down_proj_bias"))
-        return experts(*inputs, weights, variant.gate).to(inputs[0].dtype)
+        call = plain_call(module, args, kwargs)
+        if call is None or not call.top_k_index.numel():
+            return cast("torch.Tensor", cast("ExpertsLayout", module).reference(*args, **kwargs))
+        hidden_states, index, weights, params, variant = call
+        params = params if variant.is_transposed else params.transposed()
+        return experts(hidden_states, index, weights, params, variant.gate).to(hidden_states.dtype)

@@ -5,34 +5,23 @@ No number is read from a device, so a model is traced whole, and compiled once f
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 
 from kconvert.kernels.gated_variant import gated_formula
 from kconvert.kernels.grouped_mm import grouped_mm
-from kconvert.kernels.ops.experts.layout import ExpertsLayout
-from kconvert.kernels.ops.experts.proof import ExpertsVariant
+from kconvert.kernels.ops.experts.layout import ExpertsCall
 
 __all__ = ["grouped_experts"]
 
 
-def grouped_experts(
-    module: ExpertsLayout,
-    variant: ExpertsVariant,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
-    """`[T, n]` to `[T, n]`; see the layout.
+def grouped_experts(call: ExpertsCall) -> torch.Tensor:
+    """`[T, n]`; see the layout.
 
     A choice at or past the number of experts adds nothing.
     """
-    parameters = module._parameters
-    gate_up, down = (cast("torch.Tensor", parameters[name]) for name in ("gate_up_proj", "down_proj"))
-    if not variant.is_transposed:
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    num_experts, top_k = down.shape[0], top_k_index.shape[1]
+    hidden_states, top_k_index, top_k_weights, params, variant = call
+    params = params if variant.is_transposed else params.transposed()
+    num_experts, top_k = params.down.shape[0], top_k_index.shape[1]
     ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
     numbers = torch.arange(num_experts, device=ids.device, dtype=ids.dtype)
     ends = torch.searchsorted(ids, numbers, right=True, out_int32=True)
@@ -41,17 +30,16 @@ def grouped_experts(
     has_left_out = ids.device.type != "cpu" or torch.compiler.is_compiling() or bool(is_left_out.any())
     last = ids.clamp(max=num_experts - 1)
 
-    def linear(rows: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
+    def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         made: torch.Tensor = grouped_mm(rows, weight, offs=ends)
         if has_left_out:
             made = made.masked_fill(is_left_out, 0.0)
-        bias = parameters.get(name)
         return made if bias is None else made + bias[last]
 
     rows, weights = hidden_states[order // top_k], top_k_weights.reshape(-1)[order][:, None]
     if has_left_out:
         rows, weights = rows.masked_fill(is_left_out, 0.0), weights.masked_fill(is_left_out, 0.0)
-    both = linear(rows, gate_up, "gate_up_proj_bias")
-    made = linear(gated_formula(both, variant.gate), down, "down_proj_bias") * weights
+    both = linear(rows, params.gate_up, params.gate_up_bias)
+    made = linear(gated_formula(both, variant.gate), params.down, params.down_bias) * weights
     places = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     return made[places].view(-1, top_k, hidden_states.shape[1]).sum(dim=1).to(hidden_states.dtype)

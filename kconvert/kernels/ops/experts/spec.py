@@ -14,7 +14,7 @@ SPEC = LayoutSpec(
     ),
     kernels=(
         KernelEntry("cuda_fused_moe", "cuda"),
-        KernelEntry("npu_fused_moe", "npu"),
+        KernelEntry("npu_fused_moe", "npu", by_view=True),
         KernelEntry("cpu_fused_moe", "cpu"),
     ),
     module="kconvert.kernels.ops.experts.layout:ExpertsLayout",

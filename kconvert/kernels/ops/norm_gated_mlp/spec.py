@@ -20,5 +20,5 @@ SPEC = LayoutSpec(
     ),
     module="kconvert.kernels.ops.norm_gated_mlp.layout:NormGatedMLPLayout",
     summary="RMSNorm and packed gated MLP as one module",
-    is_composed=True,
+    is_proposed=False,
 )

@@ -1,0 +1,1 @@
+"""A mixture's experts with their weights stored as `[experts, inputs, outputs]`."""
