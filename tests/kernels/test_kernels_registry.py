@@ -167,7 +167,11 @@ def test_specs_and_classes_agree() -> None:
 
 def test_fusion_kernels_are_not_default() -> None:
     assert {kernel_id for kernel_id, kernel in Registry.catalog().items() if not kernel.default} == {
-        *(kernel_id for kernel_id in BUILT_IN if kernel_id.endswith(("rmsnorm_swiglu", "decoder_layer", "_transposed"))),
+        *(
+            kernel_id
+            for kernel_id in BUILT_IN
+            if kernel_id.endswith(("rmsnorm_swiglu", "decoder_layer", "_transposed"))
+        ),
         *(kernel_id for kernel_id in BUILT_IN if kernel_id.startswith("liger_")),
     }
 

@@ -132,6 +132,39 @@ def test_any_order_of_any_items_in_any_blocks(
     check(Stored(tmp_path / "in", tensors, made, {}, item_bytes), tmp_path / "out")
 
 
+@pytest.mark.parametrize("item_bytes", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("name", list(MADE))
+def test_tiles_of_any_size(name: str, item_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of a few elements are turned in tiles of three by three."""
+    monkeypatch.setattr(gather, "_LEAST_TURNED", 2)
+    monkeypatch.setattr(gather, "_TILE_BYTES", 3 * item_bytes)
+    made, shapes = MADE[name]
+    tensors = {source: numbered(shape, item_bytes, seed) for seed, (source, shape) in enumerate(shapes.items())}
+    check(Stored(tmp_path / "in", tensors, made, {}, item_bytes), tmp_path / "out")
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(300, 700), (31, 700), (32, 32), (33, 1030)])
+def test_a_matrix_that_is_turned(rows: int, columns: int, tmp_path: Path) -> None:
+    """Larger than a tile and no multiple of it; with a dtype of its own, and between other rows."""
+    made = ops.concatenate([ops.transpose(whole(name, (2, rows, columns)), 1, 2) for name in ("a", "b")], 2)
+    tensors = {"a": numbered((2, rows, columns), 2, 1), "b": numbered((2, rows, columns), 4, 2)}
+    casts = {"b": Cast("F32", "BF16")}
+    tensors["b"] = np.random.default_rng(3).standard_normal((2, rows, columns)).astype(np.float32)
+    check(Stored(tmp_path / "in", tensors, made, casts, 2), tmp_path / "out")
+
+
+def test_a_block_ends_where_a_piece_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of 60 elements in blocks of 130; one that does not fit is cut between its rows of 12."""
+    experts = [ops.transpose(whole(f"e{number}", (12, 5)), 0, 1) for number in range(5)]
+    stored = Stored(Path("in"), {f"e{n}": numbered((12, 5), 1, n) for n in range(5)}, ops.concatenate(experts), {}, 1)
+    for most, ends in ((130, [120, 240, 300]), (60, [60, 120, 180, 240, 300]), (30, None)):
+        monkeypatch.setattr(gather, "BLOCK_BYTES", most)
+        blocks = list(gather.blocks_of(stored.gather()))
+        found = [block.end for block in blocks]
+        assert [block.start for block in blocks] == [0, *found[:-1]]
+        assert found == (ends or [end for first in range(0, 300, 60) for end in (first + 24, first + 48, first + 60)])
+
+
 DEALT = ops.interleave(ops.interleave(whole("a", (4, 6)), 2, 0), 2, 1)
 MORE: Mapping[str, tuple[Arrangement, Mapping[str, tuple[int, ...]]]] = {
     "dealt out twice, behind a column": (
