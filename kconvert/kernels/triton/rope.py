@@ -25,15 +25,12 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from kconvert.kernels.rotation import HeadNorms, Rotation
-from kconvert.kernels.triton.launch import Launcher, num_processors
+from kconvert.kernels.triton.launch import Kernel, Launch, num_processors
 from kconvert.kernels.triton.rope_heads import turn_backward, turn_forward
 from kconvert.kernels.triton.rows import read_unit
 
 __all__ = ["RopeFunction", "rope"]
 
-
-_launch_forward = Launcher(turn_forward)
-_launch_backward = Launcher(turn_backward)
 
 _TRITON_TYPES = {
     torch.float16: tl.float16,
@@ -50,22 +47,18 @@ class _Plan(NamedTuple):
     """What a launch needs beside its tensors.
 
     Attributes:
-        key: of what is compiled; no two plans have the same.
+        kernel: what is launched.
         result: the dtype of what a forward gives.
         wide: the dtype that is added up in.
-        constants: the constexpr arguments.
         blocks: how many programs share the heads of q of one token, and those of k.
         scalars: eps and offset.
-        options: of the launch.
     """
 
-    key: object
+    kernel: Kernel
     result: torch.dtype
     wide: torch.dtype
-    constants: tuple[Any, ...]
     blocks: tuple[int, int]
     scalars: tuple[float, float]
-    options: dict[str, int]
 
 
 @cache
@@ -78,8 +71,12 @@ def _plan(
     unit: int,
     most: int,
     k_heads_first: bool = False,
+    is_backward: bool = False,
 ) -> _Plan:
-    """`dtypes` are those of x, of cos and sin, of the weights, and of other tensors; `most` is how many elements a program has."""
+    """`dtypes` are those of x, of cos and sin, of the weights, and of other tensors; `most` is how many elements a program has.
+
+    `k_heads_first` is a constant of the forward alone.
+    """
     x, table, weight, *_ = dtypes
     assert x is not None
     assert table is not None
@@ -92,7 +89,7 @@ def _plan(
     columns = triton.next_power_of_2(dim)
     q_rows, k_rows = (min(triton.next_power_of_2(count), max(1, most // columns)) for count in heads)
     largest = max(q_rows, k_rows) * columns
-    constants = (
+    constants: tuple[Any, ...] = (
         unit,
         heads[0],
         q_rows,
@@ -114,15 +111,17 @@ def _plan(
         _TRITON_TYPES[arithmetic],
         _TRITON_TYPES[wide],
     )
+    if not is_backward:
+        constants = (*constants, k_heads_first)
+    # a multiply and an add in one rounding would not be what torch computes
+    warps = 1 if largest <= 512 else 2 if largest <= 1024 else 4
+    function = turn_backward if is_backward else turn_forward
     return _Plan(
-        key=object(),
+        kernel=Kernel(function, constants, num_warps=warps, enable_fp_fusion=False),
         result=normed if rotation.keeps_dtype else arithmetic,
         wide=wide,
-        constants=constants,
         blocks=(triton.cdiv(heads[0], q_rows), triton.cdiv(heads[1], k_rows)),
         scalars=(0.0, 0.0) if norms is None else (norms.eps, norms.offset),
-        # a multiply and an add in one rounding would not be what torch computes
-        options={"num_warps": 1 if largest <= 512 else 2 if largest <= 1024 else 4, "enable_fp_fusion": False},
     )
 
 
@@ -187,14 +186,8 @@ def _run_forward(
     plan = _plan(dtypes, heads, shape[3], rotation, norms, unit, most, k_heads_first)
     q_out = _empty_like(q, plan.result, heads_axis)
     k_out = _empty_like(k, plan.result, 2 if k_heads_first else heads_axis)
-    _launch_forward(
-        plan.key,
-        (rows, plan.blocks[0] + plan.blocks[1], 1),
-        (q, k, cos, sin, q_weight, k_weight, q_out, k_out),
-        (tokens, *strides, *plan.scalars),
-        (*plan.constants, k_heads_first),
-        **plan.options,
-    )
+    launch = Launch(plan.kernel, (rows, sum(plan.blocks), 1), (tokens, *strides, *plan.scalars))
+    launch(q, k, cos, sin, q_weight, k_weight, q_out, k_out)
     return q_out, k_out
 
 
@@ -224,21 +217,15 @@ def _run_backward(
     shape = dq_out.shape
     heads, tokens = (shape[heads_axis], dk_out.shape[heads_axis]), shape[3 - heads_axis]
     dtypes = (dtype, cos.dtype, None if q_weight is None else q_weight.dtype, dq_out.dtype, dk_out.dtype)
-    plan = _plan(dtypes, heads, shape[3], rotation, norms, unit, 2048)
+    plan = _plan(dtypes, heads, shape[3], rotation, norms, unit, 2048, is_backward=True)
     rows = programs = shape[0] * tokens
     parts: list[torch.Tensor | None] = [None, None]
     if norms is not None:
         programs = min(rows, num_processors(dq.device) * 4)
         sizes = [(programs * count, shape[3]) for count in plan.blocks]
         parts = [torch.empty(size, dtype=plan.wide, device=dq.device) for size in sizes]
-    _launch_backward(
-        plan.key,
-        (programs, plan.blocks[0] + plan.blocks[1], 1),
-        (dq_out, dk_out, q, k, cos, sin, q_weight, k_weight, dq, dk, *parts),
-        (rows, tokens, *strides, *plan.scalars),
-        plan.constants,
-        **plan.options,
-    )
+    launch = Launch(plan.kernel, (programs, sum(plan.blocks), 1), (rows, tokens, *strides, *plan.scalars))
+    launch(dq_out, dk_out, q, k, cos, sin, q_weight, k_weight, dq, dk, *parts)
     weights = (q_weight, k_weight)
     dq_weight, dk_weight = (
         None if part is None or weight is None else part.sum(0).to(weight.dtype)
