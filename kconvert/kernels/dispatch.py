@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -84,7 +85,7 @@ class Dispatch:
             and torch.is_grad_enabled()
             and (value.requires_grad or any(weight.requires_grad for weight in module.parameters()))
         )
-        chosen, device = self._chosen[needs_backward], value.device.type
+        chosen, device = self._chosen[needs_backward], _type_of(value.device)
         return chosen[device] if device in chosen else chosen.get(ANY_DEVICE)
 
     def raise_failures(self) -> None:
@@ -151,6 +152,11 @@ def dispatched(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     dispatch.fail(kernel, reason)
     warnings.warn(f"kernel {name!r} {reason}: the reference runs instead", stacklevel=2)
     return result
+
+
+@cache
+def _type_of(device: torch.device) -> str:
+    return device.type  # which makes a string each time
 
 
 def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -101,7 +101,7 @@ def _dispatching_forward(stock: type[nn.Module]) -> Callable[..., Any]:
 
     @wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if takes_one:  # stock classes do not agree on what the one input is called
+        if takes_one and kwargs:  # stock classes do not agree on what the one input is called
             return dispatched(self, (*args, *kwargs.values()), {})
         return dispatched(self, args, kwargs)
 

@@ -381,6 +381,18 @@ def test_the_kernel_against_the_stock_forward(
         assert torch.equal(CudaFusedRMSNorm.forward(norm, x), found)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_a_weight_that_a_wrapper_took_from_the_parameters(name: str, device: str) -> None:
+    norm = _patched(name, torch.float32, device)
+    x = _random(3, 40, dtype=torch.float32, device=device)
+    with torch.no_grad():
+        expected = CudaFusedRMSNorm.forward(norm, x)
+        weight = norm.weight.detach()
+        del norm.weight
+        norm.weight = weight
+        assert torch.equal(CudaFusedRMSNorm.forward(norm, x), expected)
+
+
 @pytest.mark.parametrize("name", list(NORMS))
 def test_a_compiler_sees_the_formula_without_a_break(name: str) -> None:
     torch._dynamo.reset()  # which counts how often it compiles a function

@@ -20,7 +20,7 @@ import triton.language as tl
 from kconvert.kernels.gated_variant import GatedVariant
 from kconvert.kernels.triton.expert_routing import Routing, row_stride, wide
 from kconvert.kernels.triton.gated_act import _activated, _activated_and_slope, _clamped, _constants
-from kconvert.kernels.triton.launch import Launcher
+from kconvert.kernels.triton.launch import Kernel, Launch
 
 __all__ = ["Tiles", "add_product", "gate_up_gemm", "rows_gemm", "tiles_for"]
 
@@ -253,8 +253,21 @@ def _gate_up_gemm(
     tl.store(y_ptr + rows[:, None] * HALF + columns[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-_launch_rows_gemm = Launcher(_rows_gemm)
-_launch_gate_up_gemm = Launcher(_gate_up_gemm)
+@cache
+def _rows_kernel(dtype: torch.dtype, has_bias: bool, tiles: Tiles, *sizes: int) -> Kernel:
+    """`sizes` are the constants before those of `tiles`."""
+    rows, columns, depth, warps, stages = tiles
+    return Kernel(_rows_gemm, (*sizes, rows, columns, depth, wide(dtype)), num_warps=warps, num_stages=stages)
+
+
+@cache
+def _gate_up_kernel(
+    dtype: torch.dtype, has_bias: bool, keeps_both: bool, tiles: Tiles, variant: GatedVariant, *sizes: int
+) -> Kernel:
+    """`sizes` are the constants before those of `tiles`."""
+    rows, columns, depth, warps, stages = tiles
+    constants = (*sizes, rows, columns // 2, depth, *_constants(variant, dtype), wide(dtype))
+    return Kernel(_gate_up_gemm, constants, num_warps=warps, num_stages=stages)
 
 
 def rows_gemm(
@@ -282,25 +295,10 @@ def rows_gemm(
     _, depth, columns = weight.shape
     num_rows, num_blocks = routing.order.shape[0], routing.blocks.shape[1]
     y = torch.empty((num_rows, columns), dtype=a.dtype, device=a.device)
-    constants = (
-        depth,
-        columns,
-        row_stride(a),
-        *weight.stride(),
-        top_k,
-        tiles.rows,
-        tiles.columns,
-        tiles.depth,
-    )
-    _launch_rows_gemm(
-        (a.dtype, bias is None, constants, tiles),
-        (num_blocks * triton.cdiv(columns, tiles.columns), 1, 1),
-        (a, weight, bias, y, routing.order, routing.ends, routing.blocks),
-        (num_blocks,),
-        (*constants, wide(a.dtype)),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
+    sizes = (depth, columns, row_stride(a), *weight.stride(), top_k)
+    kernel = _rows_kernel(a.dtype, bias is not None, tiles, *sizes)
+    launch = Launch(kernel, (num_blocks * triton.cdiv(columns, tiles.columns), 1, 1), (num_blocks,))
+    launch(a, weight, bias, y, routing.order, routing.ends, routing.blocks)
     return y
 
 
@@ -331,28 +329,12 @@ def gate_up_gemm(
         `[T * k, m]`, and `[T * k, 2 * m]` or None; rows past the last one are not written.
     """
     _, depth, columns = weight.shape
-    half, block_columns = columns // 2, tiles.columns // 2
+    half = columns // 2
     num_rows, num_blocks = routing.order.shape[0], routing.blocks.shape[1]
     y = torch.empty((num_rows, half), dtype=a.dtype, device=a.device)
     both = torch.empty((num_rows, columns), dtype=a.dtype, device=a.device) if keeps_both else None
-    constants = (
-        depth,
-        half,
-        row_stride(a),
-        *weight.stride(),
-        top_k,
-        tiles.rows,
-        block_columns,
-        tiles.depth,
-        *_constants(variant, a.dtype),
-    )
-    _launch_gate_up_gemm(
-        (a.dtype, bias is None, keeps_both, constants, tiles),
-        (num_blocks * triton.cdiv(half, block_columns), 1, 1),
-        (a, weight, bias, y, both, routing.order, routing.ends, routing.blocks),
-        (num_blocks,),
-        (*constants, wide(a.dtype)),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
+    sizes = (depth, half, row_stride(a), *weight.stride(), top_k)
+    kernel = _gate_up_kernel(a.dtype, bias is not None, keeps_both, tiles, variant, *sizes)
+    launch = Launch(kernel, (num_blocks * triton.cdiv(half, tiles.columns // 2), 1, 1), (num_blocks,))
+    launch(a, weight, bias, y, both, routing.order, routing.ends, routing.blocks)
     return y, both

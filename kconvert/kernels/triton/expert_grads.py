@@ -8,13 +8,15 @@ Rows may be read through `order`, as in `expert_gemm`.  An expert without rows g
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from kconvert.kernels.triton.expert_gemm import add_product
 from kconvert.kernels.triton.expert_routing import Routing, row_stride, wide
-from kconvert.kernels.triton.launch import Launcher
+from kconvert.kernels.triton.launch import Kernel, Launch
 
 __all__ = ["bias_grad", "weight_grad"]
 
@@ -100,8 +102,20 @@ def _bias_grad(
     tl.store(g_ptr + expert.to(tl.int64) * COLUMNS + columns, total.to(g_ptr.dtype.element_ty), mask=is_column)
 
 
-_launch_weight_grad = Launcher(_weight_grad)
-_launch_bias_grad = Launcher(_bias_grad)
+@cache
+def _weight_grad_kernel(dtype: torch.dtype, *sizes: int) -> tuple[Kernel, int, int]:
+    """The kernel, and the columns of `a` and of `b` that a program has; `sizes` are its constants before these."""
+    narrow = dtype.itemsize == 2
+    tiles = (128, 128, 64) if narrow else (64, 64, 32) if dtype == torch.float32 else (16, 16, 16)
+    kernel = Kernel(_weight_grad, (*sizes, *tiles, wide(dtype)), num_warps=8 if narrow else 4, num_stages=3)
+    return kernel, tiles[0], tiles[1]
+
+
+@cache
+def _bias_grad_kernel(
+    dtype: torch.dtype, scale_dtype: torch.dtype | None, columns: int, stride: int, top_k: int
+) -> Kernel:
+    return Kernel(_bias_grad, (columns, stride, top_k, 32, 128, wide(dtype)), num_warps=4)
 
 
 def weight_grad(
@@ -129,29 +143,11 @@ def weight_grad(
     if strides[1] == 1 and strides[2] != 1:  # the last columns of a block are those that lie side by side
         a, b, a_columns, b_columns, a_top_k, b_top_k = b, a, b_columns, a_columns, b_top_k, a_top_k
         strides = (strides[0], strides[2], strides[1])
-    narrow = a.dtype.itemsize == 2
-    block_a, block_b, depth = (128, 128, 64) if narrow else (64, 64, 32) if a.dtype == torch.float32 else (16, 16, 16)
-    constants = (
-        a_columns,
-        b_columns,
-        row_stride(a),
-        row_stride(b),
-        *strides,
-        a_top_k,
-        b_top_k,
-        block_a,
-        block_b,
-        depth,
+    kernel, block_a, block_b = _weight_grad_kernel(
+        a.dtype, a_columns, b_columns, row_stride(a), row_stride(b), *strides, a_top_k, b_top_k
     )
-    _launch_weight_grad(
-        (a.dtype, constants),
-        (triton.cdiv(a_columns, block_a) * triton.cdiv(b_columns, block_b), num_experts, 1),
-        (a, b, made, routing.order, routing.ends),
-        (),
-        (*constants, wide(a.dtype)),
-        num_warps=8 if narrow else 4,
-        num_stages=3,
-    )
+    programs = triton.cdiv(a_columns, block_a) * triton.cdiv(b_columns, block_b)
+    Launch(kernel, (programs, num_experts, 1), ())(a, b, made, routing.order, routing.ends)
     return made
 
 
@@ -172,13 +168,6 @@ def bias_grad(
     """
     num_experts, columns = routing.ends.shape[0], a.shape[-1]
     made = torch.empty((num_experts, columns), dtype=a.dtype, device=a.device)
-    constants = (columns, row_stride(a), top_k, 32, 128)
-    _launch_bias_grad(
-        (a.dtype, None if scale is None else scale.dtype, constants),
-        (triton.cdiv(columns, 128), num_experts, 1),
-        (a, scale, made, routing.order, routing.ends),
-        (),
-        (*constants, wide(a.dtype)),
-        num_warps=4,
-    )
+    kernel = _bias_grad_kernel(a.dtype, None if scale is None else scale.dtype, columns, row_stride(a), top_k)
+    Launch(kernel, (triton.cdiv(columns, 128), num_experts, 1), ())(a, scale, made, routing.order, routing.ends)
     return made

@@ -10,13 +10,14 @@ grid has as many as there can be at most, and the table says of each which exper
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from kconvert.kernels.triton.launch import Launcher
+from kconvert.kernels.triton.launch import Kernel, Launch
 
 __all__ = ["Routing", "route", "row_stride", "wide"]
 
@@ -193,11 +194,6 @@ def _place(
     _write_blocks(blocks_ptr, counts, starts, num_blocks, first, step, EXPERTS, BLOCK_ROWS, TABLE)
 
 
-_launch_route_in_one = Launcher(_route_in_one)
-_launch_count = Launcher(_count)
-_launch_place = Launcher(_place)
-
-
 def wide(dtype: torch.dtype) -> Any:
     """What sums of a dtype are kept in."""
     return tl.float64 if dtype == torch.float64 else tl.float32
@@ -206,6 +202,39 @@ def wide(dtype: torch.dtype) -> Any:
 def row_stride(rows: torch.Tensor) -> int:
     """The stride between rows `[n, m]`; of one row it could be any number, and each would be compiled for."""
     return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
+
+
+class _Plan(NamedTuple):
+    """How choices are sorted.
+
+    Attributes:
+        rows: how many a program looks at together.
+        experts: how many counts a program keeps.
+        in_one: the kernel of one program.
+        counting, placing: the two of many programs.
+    """
+
+    rows: int
+    experts: int
+    in_one: Kernel
+    counting: Kernel
+    placing: Kernel
+
+
+@cache
+def _plan(ids_dtype: torch.dtype, num_experts: int, block_rows: int) -> _Plan:
+    experts = max(16, triton.next_power_of_2(num_experts))
+    rows = max(16, min(64, _TILE_ELEMENTS // experts))
+    table = 16
+    constants = (num_experts, experts, rows)
+    with_blocks = (*constants, block_rows, table)
+    return _Plan(
+        rows,
+        experts,
+        Kernel(_route_in_one, with_blocks, num_warps=4),
+        Kernel(_count, constants, num_warps=4),
+        Kernel(_place, with_blocks, num_warps=4),
+    )
 
 
 def route(top_k_index: torch.Tensor, *, num_experts: int, block_rows: int) -> Routing:
@@ -223,32 +252,14 @@ def route(top_k_index: torch.Tensor, *, num_experts: int, block_rows: int) -> Ro
     places = torch.empty(num_rows, dtype=torch.int32, device=device)
     ends = torch.empty(num_experts, dtype=torch.int32, device=device)
     blocks = torch.empty((2, num_blocks), dtype=torch.int32, device=device)
-    experts = max(16, triton.next_power_of_2(num_experts))
-    rows = max(16, min(64, _TILE_ELEMENTS // experts))
-    table = 16
-    constants = (num_experts, experts, rows)
+    rows, experts, in_one, counting, placing = _plan(ids.dtype, num_experts, block_rows)
     if num_rows <= _MOST_ROWS_OF_ONE_PROGRAM:
-        _launch_route_in_one(
-            (ids.dtype, num_experts, block_rows),
-            (1, 1, 1),
-            (ids, order, places, ends, blocks),
-            (num_rows, num_blocks),
-            (*constants, block_rows, table),
-            num_warps=4,
-        )
+        Launch(in_one, (1, 1, 1), (num_rows, num_blocks))(ids, order, places, ends, blocks)
         return Routing(order, places, ends, blocks, block_rows)
     rows_each = triton.cdiv(triton.cdiv(num_rows, rows), _MOST_PROGRAMS) * rows
     programs = triton.cdiv(num_rows, rows_each)
     counts = torch.empty((programs, experts), dtype=torch.int32, device=device)
     grid = (programs, 1, 1)
-    key = (ids.dtype, num_experts)
-    _launch_count(key, grid, (ids, counts), (num_rows, rows_each), constants, num_warps=4)
-    _launch_place(
-        (*key, block_rows),
-        grid,
-        (ids, counts, order, places, ends, blocks),
-        (num_rows, num_blocks, rows_each),
-        (*constants, block_rows, table),
-        num_warps=4,
-    )
+    Launch(counting, grid, (num_rows, rows_each))(ids, counts)
+    Launch(placing, grid, (num_rows, num_blocks, rows_each))(ids, counts, order, places, ends, blocks)
     return Routing(order, places, ends, blocks, block_rows)

@@ -10,6 +10,9 @@ A choice that is left out adds nothing.  Sums are in float32 (float64 for float6
 
 from __future__ import annotations
 
+from functools import cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +20,7 @@ import triton.language as tl
 from kconvert.kernels.gated_variant import GatedVariant
 from kconvert.kernels.triton.expert_routing import Routing, row_stride, wide
 from kconvert.kernels.triton.gated_act import _activated_and_slope, _clamped, _constants
-from kconvert.kernels.triton.launch import Launcher
+from kconvert.kernels.triton.launch import Kernel, Launch
 
 __all__ = ["combine_rows", "gate_backward", "gather_rows"]
 
@@ -158,9 +161,12 @@ def _gate_backward(
     tl.store(dweights_ptr + choices, dweights.to(dweights_ptr.dtype.element_ty), mask=inside)
 
 
-_launch_gather = Launcher(_gather)
-_launch_combine = Launcher(_combine)
-_launch_gate_backward = Launcher(_gate_backward)
+class _Tiled(NamedTuple):
+    """A kernel, and the rows and columns of what one program works on at a time."""
+
+    kernel: Kernel
+    rows: int
+    columns: int
 
 
 def _tile(size: int) -> tuple[int, int]:
@@ -169,20 +175,35 @@ def _tile(size: int) -> tuple[int, int]:
     return _TILE_ELEMENTS // columns, columns
 
 
+@cache
+def _gather_kernel(dtype: torch.dtype, size: int, stride: int, top_k: int, num_experts: int) -> _Tiled:
+    rows, columns = _tile(size)
+    return _Tiled(Kernel(_gather, (size, stride, top_k, num_experts, rows, columns), num_warps=4), rows, columns)
+
+
+@cache
+def _combine_kernel(dtype: torch.dtype, weights_dtype: torch.dtype | None, size: int, top_k: int) -> _Tiled:
+    rows, columns = _tile(size)
+    return _Tiled(Kernel(_combine, (size, top_k, rows, columns, wide(dtype)), num_warps=4), rows, columns)
+
+
+@cache
+def _gate_backward_kernel(
+    dtypes: tuple[torch.dtype, ...], has_bias: bool, half: int, sizes: tuple[int, ...], variant: GatedVariant
+) -> _Tiled:
+    dtype = dtypes[0]
+    rows, columns = _tile(half)
+    constants = (half, *sizes, *_constants(variant, dtype), rows, columns, wide(dtype))
+    return _Tiled(Kernel(_gate_backward, constants, num_warps=4), rows, columns)
+
+
 def gather_rows(x: torch.Tensor, routing: Routing, *, top_k: int) -> torch.Tensor:
     """`x` `[T, n]`, rows of stride 1, as `[T * k, n]`, sorted by expert; rows past the last one are not written."""
     num_rows, size = routing.order.shape[0], x.shape[1]
     y = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
-    num_experts, (rows, columns) = routing.ends.shape[0], _tile(size)
-    constants = (size, row_stride(x), top_k, num_experts, rows, columns)
-    _launch_gather(
-        (x.dtype, constants),
-        (triton.cdiv(num_rows, rows), triton.cdiv(size, columns), 1),
-        (x, y, routing.order, routing.ends),
-        (),
-        constants,
-        num_warps=4,
-    )
+    kernel, rows, columns = _gather_kernel(x.dtype, size, row_stride(x), top_k, routing.ends.shape[0])
+    launch = Launch(kernel, (triton.cdiv(num_rows, rows), triton.cdiv(size, columns), 1), ())
+    launch(x, y, routing.order, routing.ends)
     return y
 
 
@@ -197,16 +218,9 @@ def combine_rows(y: torch.Tensor, weights: torch.Tensor | None, routing: Routing
     """
     num_tokens, size = y.shape[0] // top_k, y.shape[1]
     out = torch.empty((num_tokens, size), dtype=y.dtype, device=y.device)
-    rows, columns = _tile(size)
-    constants = (size, top_k, rows, columns)
-    _launch_combine(
-        (y.dtype, None if weights is None else weights.dtype, constants),
-        (triton.cdiv(num_tokens, rows), triton.cdiv(size, columns), 1),
-        (y, weights, routing.places, out),
-        (num_tokens,),
-        (*constants, wide(y.dtype)),
-        num_warps=4,
-    )
+    kernel, rows, columns = _combine_kernel(y.dtype, None if weights is None else weights.dtype, size, top_k)
+    launch = Launch(kernel, (triton.cdiv(num_tokens, rows), triton.cdiv(size, columns), 1), (num_tokens,))
+    launch(y, weights, routing.places, out)
     return out
 
 
@@ -233,16 +247,10 @@ def gate_backward(
         routing: where the rows are.
     """
     num_rows, half = g.shape
-    num_experts, (tile_rows, columns) = routing.ends.shape[0], _tile(half)
     scaled, dboth, dweights = torch.empty_like(g), torch.empty_like(both), torch.zeros_like(weights)
-    sizes = (half, dy.shape[1], row_stride(dy), weights.shape[1], num_experts)
-    constants = (*sizes, *_constants(variant, both.dtype), tile_rows, columns)
-    _launch_gate_backward(
-        (both.dtype, weights.dtype, ids.dtype, bias is None, constants),
-        (triton.cdiv(num_rows, tile_rows), 1, 1),
-        (both, g, weights, bias, dy, ids, scaled, dboth, dweights, routing.order, routing.ends),
-        (),
-        (*constants, wide(both.dtype)),
-        num_warps=4,
-    )
+    sizes = (dy.shape[1], row_stride(dy), weights.shape[1], routing.ends.shape[0])
+    dtypes = (both.dtype, weights.dtype, ids.dtype)
+    kernel, rows, _ = _gate_backward_kernel(dtypes, bias is not None, half, sizes, variant)
+    launch = Launch(kernel, (triton.cdiv(num_rows, rows), 1, 1), ())
+    launch(both, g, weights, bias, dy, ids, scaled, dboth, dweights, routing.order, routing.ends)
     return scaled, dboth, dweights

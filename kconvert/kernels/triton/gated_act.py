@@ -16,7 +16,7 @@ Backward, with both gradients in one tensor `[..., 2 * n]` that is written once,
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ import triton.language as tl
 
 from kconvert.errors import UsageError
 from kconvert.kernels.gated_variant import GatedVariant
-from kconvert.kernels.triton.launch import Launcher
-from kconvert.kernels.triton.rows import Rows, read_unit, row_starts, rows_of
+from kconvert.kernels.triton.launch import Kernel, Launch
+from kconvert.kernels.triton.rows import MOST_LAYOUTS, Rows, row_starts, rows_of
 
 __all__ = ["ACTIVATIONS", "GatedActFunction", "gated_act"]
 
@@ -226,10 +226,6 @@ def _backward(
         tl.store(drow_places + size + columns[None, :], dsecond, mask=mask)
 
 
-_launch_forward = Launcher(_forward)
-_launch_backward = Launcher(_backward)
-
-
 @cache
 def _tile(size: int) -> tuple[int, int]:
     """Rows and columns of what one program works on."""
@@ -253,31 +249,22 @@ def _constants(variant: GatedVariant, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 @cache
-def _plan(
-    size: int, variant: GatedVariant, dtype: torch.dtype, is_flat: bool, unit: int
-) -> tuple[tuple[Any, ...], int, int, tuple[Any, ...]]:
-    """The key of a launch, rows of a program, programs for a row, and constants."""
+def _kernel(
+    size: int, variant: GatedVariant, dtype: torch.dtype, is_flat: bool, unit: int, is_backward: bool
+) -> tuple[Kernel, int, int]:
+    """The kernel, rows of a program, and programs for a row."""
     rows, columns = _tile(size)
     wide = tl.float64 if dtype == torch.float64 else tl.float32
     constants = (*_constants(variant, dtype), is_flat, unit, rows, columns, wide)
-    return (dtype, variant, is_flat, unit, columns), rows, triton.cdiv(size, columns), constants
+    return Kernel(_backward if is_backward else _forward, constants, num_warps=4), rows, triton.cdiv(size, columns)
 
 
-def _launch(
-    launcher: Launcher, tensors: tuple[torch.Tensor, ...], rows: Rows, size: int, variant: GatedVariant
-) -> None:
-    """Run over `rows` of the packed tensor, whose halves have `size` columns."""
-    packed, count, inner, outer_stride, inner_stride = rows
-    unit = read_unit(size, outer_stride, inner_stride)
-    key, tile_rows, num_blocks, constants = _plan(size, variant, packed.dtype, inner == 1, unit)
-    launcher(
-        key,
-        (-(-count // tile_rows) * num_blocks, 1, 1),
-        tensors,
-        (count, size // unit, num_blocks, inner, outer_stride // unit, inner_stride // unit),
-        constants,
-        num_warps=4,
-    )
+@lru_cache(maxsize=MOST_LAYOUTS)
+def _launch_over(rows: Rows, size: int, variant: GatedVariant, dtype: torch.dtype, is_backward: bool) -> Launch:
+    """The launch over `rows` of the packed tensor, whose halves have `size` columns."""
+    kernel, tile_rows, num_blocks = _kernel(size, variant, dtype, rows.is_flat, rows.unit, is_backward)
+    programs = -(-rows.num_rows // tile_rows) * num_blocks
+    return Launch(kernel, (programs, 1, 1), (rows.num_rows, size // rows.unit, num_blocks, *rows.numbers))
 
 
 def _run_forward(packed: torch.Tensor, variant: GatedVariant) -> tuple[torch.Tensor, torch.Tensor]:
@@ -285,10 +272,11 @@ def _run_forward(packed: torch.Tensor, variant: GatedVariant) -> tuple[torch.Ten
     width = packed.shape[-1]
     if width % 2:
         raise UsageError(f"gate and up cannot share a row of {width}", fix="pass [..., 2 * n]")
-    rows = rows_of(packed)
-    y = torch.empty((*packed.shape[:-1], width // 2), dtype=packed.dtype, device=packed.device)
-    _launch(_launch_forward, (rows.tensor, y), rows, width // 2, variant)
-    return y, rows.tensor
+    size = width // 2
+    packed, rows = rows_of(packed, size)
+    y = torch.empty((*packed.shape[:-1], size), dtype=packed.dtype, device=packed.device)
+    _launch_over(rows, size, variant, packed.dtype, False)(packed, y)
+    return y, packed
 
 
 class GatedActFunction(torch.autograd.Function):
@@ -309,7 +297,9 @@ class GatedActFunction(torch.autograd.Function):
             raise UsageError("gated_act has no second derivative", fix='load the model with kernels="reference"')
         (packed,) = ctx.saved_tensors
         dpacked = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
-        _launch(_launch_backward, (dy.contiguous(), packed, dpacked), rows_of(packed), dy.shape[-1], ctx.variant)
+        size = dy.shape[-1]
+        packed, rows = rows_of(packed, size)
+        _launch_over(rows, size, ctx.variant, packed.dtype, True)(dy.contiguous(), packed, dpacked)
         return dpacked, None
 
 

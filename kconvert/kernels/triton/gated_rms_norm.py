@@ -16,16 +16,16 @@ One program works on one group of several rows.  In the backward each goes throu
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from kconvert.kernels.triton.launch import Launcher, num_processors
+from kconvert.kernels.triton.launch import Kernel, Launch, num_processors
 from kconvert.kernels.triton.rms_norm import block_of, stages_of, wide_dtype, wide_type
-from kconvert.kernels.triton.rows import read_unit, row_starts, rows_of
+from kconvert.kernels.triton.rows import row_starts, rows_of
 
 __all__ = ["GatedRMSNormFunction", "gated_rms_norm"]
 
@@ -184,39 +184,12 @@ def _backward(
     tl.store(dweight_ptr + part, tl.sum(dweight, axis=0), mask=inside)
 
 
-_launch_forward = Launcher(_forward)
-_launch_backward = Launcher(_backward)
-
 _Constants = tuple[int, bool, bool, bool]
 """Number of groups, whether the gate's function is silu, whether it comes first, whether the cast comes first."""
 
 
-class _Read(NamedTuple):
-    """A tensor as a kernel reads it: the numbers that find its rows, in a unit, and what is compiled in of them."""
-
-    tensor: torch.Tensor
-    num_rows: int
-    steps: tuple[int, int, int]
-    constants: tuple[bool, int]
-
-
-def _read(tensor: torch.Tensor) -> _Read:
-    read, num_rows, inner, outer_stride, inner_stride = rows_of(tensor)
-    unit = read_unit(outer_stride, inner_stride)
-    return _Read(read, num_rows, (inner, outer_stride // unit, inner_stride // unit), (inner == 1, unit))
-
-
-class _Plan(NamedTuple):
-    """How a kernel is launched for tensors of one kind."""
-
-    key: tuple[Any, ...]
-    rows: int
-    constants: tuple[Any, ...]
-    warps: int
-
-
 @cache
-def _plan(
+def _kernel(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     others: tuple[torch.dtype | None, ...],
@@ -224,8 +197,11 @@ def _plan(
     constants: _Constants,
     rows_constants: tuple[bool, int, bool, int],
     is_backward: bool,
-) -> _Plan:
-    """The plan for `x` `[..., size]` of a dtype; `others` are those of the tensors that may be missing or of another one."""
+) -> tuple[Kernel, int]:
+    """The kernel for `x` `[..., size]` of a dtype, and how many rows a program has at a time.
+
+    `others` are the dtypes of the tensors that may be missing or of another one.
+    """
     num_groups, *flags = constants
     num_columns = size // num_groups
     columns, rows, warps = block_of(num_columns, 4096 if is_backward else 1024)
@@ -240,10 +216,9 @@ def _plan(
         _TYPES[scaled],
         wide_type(dtype),
     )
-    key = (dtype, weight_dtype, others, *given[:-2], warps)
-    if is_backward:
-        given = (*given, stages_of(rows * columns, dtype, *others))
-    return _Plan(key, rows, given, warps)
+    if not is_backward:
+        return Kernel(_forward, given, num_warps=warps), rows
+    return Kernel(_backward, (*given, stages_of(rows * columns, dtype, *others)), num_warps=warps), rows
 
 
 def _run_forward(
@@ -256,26 +231,21 @@ def _run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`y`, and `1 / sqrt(...)` of every group."""
     num_groups, _, gate_first, cast_first = constants
-    read = _read(x)
-    other = read if gate is None else _read(gate)
+    read, rows = rows_of(x)
+    gate, gate_rows = (None, rows) if gate is None else rows_of(gate)
     # a gate that comes last is multiplied in float32, and the result cast back
     is_promoted = cast_first and (gate_first or gate is None)
     dtype = torch.promote_types(x.dtype, weight.dtype) if is_promoted else x.dtype
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     rstd = None
     if keeps_rstd:
-        rstd = torch.empty(read.num_rows * num_groups, dtype=wide_dtype(x.dtype), device=x.device)
+        rstd = torch.empty(rows.num_rows * num_groups, dtype=wide_dtype(x.dtype), device=x.device)
     others = (None if gate is None else gate.dtype, dtype if keeps_rstd else None)
-    where = (*read.constants, *other.constants)
-    plan = _plan(x.dtype, weight.dtype, others, x.shape[-1], constants, where, False)
-    _launch_forward(
-        plan.key,
-        (-(-read.num_rows // plan.rows), num_groups, 1),
-        (read.tensor, None if gate is None else other.tensor, weight.contiguous(), y, rstd),
-        (read.num_rows, *read.steps, *other.steps, eps),
-        plan.constants,
-        num_warps=plan.warps,
-    )
+    where = (rows.is_flat, rows.unit, gate_rows.is_flat, gate_rows.unit)
+    kernel, rows_each = _kernel(x.dtype, weight.dtype, others, x.shape[-1], constants, where, False)
+    grid = (-(-rows.num_rows // rows_each), num_groups, 1)
+    launch = Launch(kernel, grid, (rows.num_rows, *rows.numbers, *gate_rows.numbers, eps))
+    launch(read, gate, weight.contiguous(), y, rstd)
     return y, rstd
 
 
@@ -288,24 +258,17 @@ def _run_backward(
     constants: _Constants,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     num_groups = constants[0]
-    read = _read(x)
-    other = read if gate is None else _read(gate)
+    read, rows = rows_of(x)
+    gate, gate_rows = (None, rows) if gate is None else rows_of(gate)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dgate = None if gate is None else torch.empty(x.shape, dtype=gate.dtype, device=x.device)
     others = (None if gate is None else gate.dtype, dy.dtype)
-    where = (*read.constants, *other.constants)
-    plan = _plan(x.dtype, weight.dtype, others, x.shape[-1], constants, where, True)
-    programs = min(-(-read.num_rows // plan.rows), max(1, 2 * num_processors(x.device) // num_groups))
+    where = (rows.is_flat, rows.unit, gate_rows.is_flat, gate_rows.unit)
+    kernel, rows_each = _kernel(x.dtype, weight.dtype, others, x.shape[-1], constants, where, True)
+    programs = min(-(-rows.num_rows // rows_each), max(1, 2 * num_processors(x.device) // num_groups))
     parts = torch.empty((programs, x.shape[-1]), dtype=wide_dtype(x.dtype), device=x.device)
-    given = None if gate is None else other.tensor
-    _launch_backward(
-        plan.key,
-        (programs, num_groups, 1),
-        (dy.contiguous(), read.tensor, given, weight.contiguous(), rstd, dx, dgate, parts),
-        (read.num_rows, *read.steps, *other.steps),
-        plan.constants,
-        num_warps=plan.warps,
-    )
+    launch = Launch(kernel, (programs, num_groups, 1), (rows.num_rows, *rows.numbers, *gate_rows.numbers))
+    launch(dy.contiguous(), read, gate, weight.contiguous(), rstd, dx, dgate, parts)
     return dx, dgate, parts.sum(0).to(weight.dtype)
 
 

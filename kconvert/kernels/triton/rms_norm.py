@@ -17,16 +17,16 @@ One program works on several whole rows at a time.  In the backward each goes th
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from kconvert.kernels.triton.launch import Launcher, num_processors
-from kconvert.kernels.triton.rows import read_unit, row_starts, rows_of
+from kconvert.kernels.triton.launch import Kernel, Launch, num_processors
+from kconvert.kernels.triton.rows import MOST_LAYOUTS, find_rows, row_starts, rows_of
 
 __all__ = ["RMSNormFunction", "add_rms_norm", "block_of", "rms_norm", "stages_of", "wide_dtype", "wide_type"]
 
@@ -140,10 +140,6 @@ def _backward(
         tl.store(dweight_ptr + place, tl.sum(dweight, axis=0), mask=inside)
 
 
-_launch_forward = Launcher(_forward)
-_launch_backward = Launcher(_backward)
-
-
 def wide_type(dtype: torch.dtype) -> Any:
     """The dtype in which a norm of `dtype` is computed, as Triton names it."""
     return tl.float64 if dtype == torch.float64 else tl.float32
@@ -172,17 +168,8 @@ def stages_of(elements: int, *dtypes: torch.dtype | None) -> int:
     return max(1, min(3, 1 + 96 * 1024 // size))
 
 
-class _Plan(NamedTuple):
-    """How a kernel is launched for tensors of one kind."""
-
-    key: tuple[Any, ...]
-    rows: int
-    constants: tuple[Any, ...]
-    warps: int
-
-
 @cache
-def _plan(
+def _kernel(
     dtype: torch.dtype,
     others: tuple[torch.dtype | None, ...],
     num_columns: int,
@@ -191,20 +178,39 @@ def _plan(
     has_offset: bool,
     cast_first: bool,
     is_backward: bool,
-) -> _Plan:
-    """The plan for `x` of a dtype; `others` are those of the tensors that may be missing or of another one.
+) -> tuple[Kernel, int]:
+    """The kernel for `x` of a dtype, and how many rows a program has at a time.
 
-    Blocks are as large as was best on an H200: the backward goes through many and reads ahead.
+    `others` are the dtypes of the tensors that may be missing or of another one.  Blocks are as large as was best on an H200:
+    the backward goes through many and reads ahead.
     """
     most, per_warp = (8192, 1024) if is_backward else (1024, 2048)
     columns, rows, warps = block_of(num_columns, most, per_warp=per_warp)
-    constants = (num_columns, columns, rows, is_flat, unit, has_offset, cast_first)
-    key = (dtype, others, *constants, warps)
+    constants = (num_columns, columns, rows, is_flat, unit, has_offset, cast_first, wide_type(dtype))
     if not is_backward:
-        return _Plan(key, rows, (*constants, wide_type(dtype)), warps)
+        return Kernel(_forward, constants, num_warps=warps), rows
     _, *read = others
     stages = stages_of(rows * columns, dtype, *read)
-    return _Plan(key, rows, (*constants, wide_type(dtype), stages), warps)
+    return Kernel(_backward, (*constants, stages), num_warps=warps), rows
+
+
+@lru_cache(maxsize=MOST_LAYOUTS)
+def _forward_launch(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    others: tuple[torch.dtype | None, ...],
+    eps: float,
+    offset: float,
+    cast_first: bool,
+) -> tuple[Launch, int] | None:
+    """The launch for such an `x`, and its number of rows; None where it has to be copied first.  `others` as in `_kernel`."""
+    found = find_rows(shape, strides)
+    if found is None:
+        return None
+    num_rows, numbers, is_flat, unit = found
+    kernel, rows = _kernel(dtype, others, shape[-1], is_flat, unit, offset != 0.0, cast_first, False)
+    return Launch(kernel, (-(-num_rows // rows), 1, 1), (num_rows, *numbers, eps, offset)), num_rows
 
 
 def _run_forward(
@@ -215,32 +221,26 @@ def _run_forward(
     offset: float,
     cast_first: bool,
     keeps_rstd: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """`y`, `h` (`x` itself where nothing is added), `1 / sqrt(...)` of every row, and `x` as it was read."""
-    read, num_rows, inner, outer_stride, inner_stride = rows_of(x)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`y`, `h` (`x`, or a copy of it, where nothing is added), and `1 / sqrt(...)` of every row."""
     weight_dtype = residual_dtype = None
-    dtype = x.dtype
+    dtype = made = x.dtype
     if weight is not None:
         weight, weight_dtype = weight.contiguous(), weight.dtype
         if cast_first and weight_dtype != dtype:
-            dtype = torch.promote_types(dtype, weight_dtype)
+            made = torch.promote_types(dtype, weight_dtype)
     if residual is not None:
         residual, residual_dtype = residual.contiguous(), residual.dtype
-    y = _empty(x, dtype)
-    total = _empty(x, x.dtype) if residual is not None else None
-    rstd = torch.empty(num_rows, dtype=wide_dtype(x.dtype), device=x.device) if keeps_rstd else None
-    others = (weight_dtype, residual_dtype, dtype if keeps_rstd else None)
-    unit = read_unit(outer_stride, inner_stride)
-    plan = _plan(x.dtype, others, x.shape[-1], inner == 1, unit, offset != 0.0, cast_first, False)
-    _launch_forward(
-        plan.key,
-        (-(-num_rows // plan.rows), 1, 1),
-        (read, residual, weight, y, total, rstd),
-        (num_rows, inner, outer_stride // unit, inner_stride // unit, eps, offset),
-        plan.constants,
-        num_warps=plan.warps,
-    )
-    return y, x if total is None else total, rstd, read if total is None else total
+    others = (weight_dtype, residual_dtype, made if keeps_rstd else None)
+    found = _forward_launch(x.shape, x.stride(), dtype, others, eps, offset, cast_first)
+    if found is None:
+        return _run_forward(x.contiguous(), residual, weight, eps, offset, cast_first, keeps_rstd)
+    launch, num_rows = found
+    y = _empty(x, made)
+    total = _empty(x, dtype) if residual is not None else None
+    rstd = torch.empty(num_rows, dtype=wide_dtype(dtype), device=x.device) if keeps_rstd else None
+    launch(x, residual, weight, y, total, rstd)
+    return y, x if total is None else total, rstd
 
 
 def _empty(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -264,8 +264,8 @@ class RMSNormFunction(torch.autograd.Function):
         cast_first: bool,
     ) -> Any:
         """`x` `[..., n]`, `residual` as `x`, `weight` `[n]`."""
-        y, total, rstd, read = _run_forward(x, residual, weight, eps, offset, cast_first, True)
-        ctx.save_for_backward(read, weight, rstd)
+        y, total, rstd = _run_forward(x, residual, weight, eps, offset, cast_first, True)
+        ctx.save_for_backward(total, weight, rstd)
         ctx.offset, ctx.cast_first, ctx.has_residual = offset, cast_first, residual is not None
         return (y, total) if residual is not None else y
 
@@ -287,28 +287,21 @@ def _run_backward(
     offset: float,
     cast_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    read, num_rows, inner, outer_stride, inner_stride = rows_of(x)
+    x, (num_rows, numbers, is_flat, unit) = rows_of(x)
     num_columns = x.shape[-1]
+    weight_dtype = dtotal_dtype = parts = None
     if weight is not None:
-        weight = weight.contiguous()
-    dx = _empty(x, x.dtype)
-    weight_dtype = None if weight is None else weight.dtype
-    dtotal_dtype = None if dtotal is None else dtotal.dtype
-    unit = read_unit(outer_stride, inner_stride)
+        weight, weight_dtype = weight.contiguous(), weight.dtype
+    if dtotal is not None:
+        dtotal, dtotal_dtype = dtotal.contiguous(), dtotal.dtype
     others = (weight_dtype, dtotal_dtype, dy.dtype)
-    plan = _plan(x.dtype, others, num_columns, inner == 1, unit, offset != 0.0, cast_first, True)
-    programs = min(-(-num_rows // plan.rows), num_processors(x.device))
-    parts = None
+    kernel, rows = _kernel(x.dtype, others, num_columns, is_flat, unit, offset != 0.0, cast_first, True)
+    programs = min(-(-num_rows // rows), num_processors(x.device))
+    dx = _empty(x, x.dtype)
     if weight is not None:
         parts = torch.empty((programs, num_columns), dtype=wide_dtype(x.dtype), device=x.device)
-    _launch_backward(
-        plan.key,
-        (programs, 1, 1),
-        (dy.contiguous(), None if dtotal is None else dtotal.contiguous(), read, weight, rstd, dx, parts),
-        (num_rows, inner, outer_stride // unit, inner_stride // unit, offset),
-        plan.constants,
-        num_warps=plan.warps,
-    )
+    launch = Launch(kernel, (programs, 1, 1), (num_rows, *numbers, offset))
+    launch(dy.contiguous(), dtotal, x, weight, rstd, dx, parts)
     return dx, None if parts is None or weight is None else parts.sum(0).to(weight.dtype)
 
 

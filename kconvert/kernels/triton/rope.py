@@ -16,7 +16,7 @@ tokens and keeps its part of the weight's gradient.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +25,12 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from kconvert.kernels.rotation import HeadNorms, Rotation
-from kconvert.kernels.triton.launch import Launcher, num_processors
+from kconvert.kernels.triton.launch import Kernel, Launch, num_processors
 from kconvert.kernels.triton.rope_heads import turn_backward, turn_forward
-from kconvert.kernels.triton.rows import read_unit
+from kconvert.kernels.triton.rows import MOST_LAYOUTS, read_unit
 
 __all__ = ["RopeFunction", "rope"]
 
-
-_launch_forward = Launcher(turn_forward)
-_launch_backward = Launcher(turn_backward)
 
 _TRITON_TYPES = {
     torch.float16: tl.float16,
@@ -50,22 +47,18 @@ class _Plan(NamedTuple):
     """What a launch needs beside its tensors.
 
     Attributes:
-        key: of what is compiled; no two plans have the same.
+        kernel: what is launched.
         result: the dtype of what a forward gives.
         wide: the dtype that is added up in.
-        constants: the constexpr arguments.
         blocks: how many programs share the heads of q of one token, and those of k.
         scalars: eps and offset.
-        options: of the launch.
     """
 
-    key: object
+    kernel: Kernel
     result: torch.dtype
     wide: torch.dtype
-    constants: tuple[Any, ...]
     blocks: tuple[int, int]
     scalars: tuple[float, float]
-    options: dict[str, int]
 
 
 @cache
@@ -78,8 +71,12 @@ def _plan(
     unit: int,
     most: int,
     k_heads_first: bool = False,
+    is_backward: bool = False,
 ) -> _Plan:
-    """`dtypes` are those of x, of cos and sin, of the weights, and of other tensors; `most` is how many elements a program has."""
+    """`dtypes` are those of x, of cos and sin, of the weights, and of other tensors; `most` is how many elements a program has.
+
+    `k_heads_first` is a constant of the forward alone.
+    """
     x, table, weight, *_ = dtypes
     assert x is not None
     assert table is not None
@@ -92,7 +89,7 @@ def _plan(
     columns = triton.next_power_of_2(dim)
     q_rows, k_rows = (min(triton.next_power_of_2(count), max(1, most // columns)) for count in heads)
     largest = max(q_rows, k_rows) * columns
-    constants = (
+    constants: tuple[Any, ...] = (
         unit,
         heads[0],
         q_rows,
@@ -114,34 +111,37 @@ def _plan(
         _TRITON_TYPES[arithmetic],
         _TRITON_TYPES[wide],
     )
+    if not is_backward:
+        constants = (*constants, k_heads_first)
+    # a multiply and an add in one rounding would not be what torch computes
+    warps = 1 if largest <= 512 else 2 if largest <= 1024 else 4
+    function = turn_backward if is_backward else turn_forward
     return _Plan(
-        key=object(),
+        kernel=Kernel(function, constants, num_warps=warps, enable_fp_fusion=False),
         result=normed if rotation.keeps_dtype else arithmetic,
         wide=wide,
-        constants=constants,
         blocks=(triton.cdiv(heads[0], q_rows), triton.cdiv(heads[1], k_rows)),
         scalars=(0.0, 0.0) if norms is None else (norms.eps, norms.offset),
-        # a multiply and an add in one rounding would not be what torch computes
-        options={"num_warps": 1 if largest <= 512 else 2 if largest <= 1024 else 4, "enable_fp_fusion": False},
     )
 
 
-def _heads_last(x: torch.Tensor, heads_axis: int) -> tuple[torch.Tensor, int, int, int]:
-    """The tensor, with its last dimension in one run, and the strides of sequences, tokens and heads."""
-    if x.stride(-1) != 1 and x.shape[-1] != 1:
-        x = x.contiguous()
-    strides = x.stride()
-    batch = strides[0] if x.shape[0] != 1 else 0
-    token = strides[3 - heads_axis] if x.shape[3 - heads_axis] != 1 else 0
-    head = strides[heads_axis] if x.shape[heads_axis] != 1 else 0
-    return x, batch, token, head
+def _in_one_run(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy of it, with the last dimension in one run."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _table(table: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    if table.stride(-1) != 1 and table.shape[-1] != 1:
-        table = table.contiguous()
-    shape, strides = table.shape, table.stride()
-    return table, strides[0] if shape[0] != 1 else 0, strides[1] if shape[1] != 1 else 0
+_Layout = tuple[torch.Size, tuple[int, ...]]
+"""Shape and strides."""
+
+
+def _layout(x: torch.Tensor) -> _Layout:
+    return x.shape, x.stride()
+
+
+def _steps(layout: _Layout, *axes: int) -> tuple[int, ...]:
+    """The strides of some axes; 0 for one of length 1, which could be any number."""
+    shape, strides = layout
+    return tuple(strides[axis] if shape[axis] != 1 else 0 for axis in axes)
 
 
 def _in_units(strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
@@ -160,6 +160,26 @@ def _empty_like(x: torch.Tensor, dtype: torch.dtype, heads_axis: int) -> torch.T
     return torch.empty_strided(shape, (tokens * row, dim, row, 1), dtype=dtype, device=x.device)
 
 
+@lru_cache(maxsize=MOST_LAYOUTS)
+def _forward_launch(
+    layouts: tuple[_Layout, _Layout, _Layout, _Layout],
+    dtypes: tuple[torch.dtype | None, ...],
+    rotation: Rotation,
+    norms: HeadNorms | None,
+    heads_axis: int,
+    k_heads_first: bool,
+) -> tuple[Launch, torch.dtype]:
+    """The launch for such q, k, cos and sin, and the dtype of the result; `dtypes` as in `_plan`."""
+    q, k, cos, sin = layouts
+    axes = (0, 3 - heads_axis, heads_axis)
+    unit, strides = _in_units((*_steps(q, *axes), *_steps(k, *axes), *_steps(cos, 0, 1), *_steps(sin, 0, 1)))
+    (batch, tokens, q_heads), dim, k_heads = (q[0][axis] for axis in axes), q[0][3], k[0][heads_axis]
+    rows = batch * tokens
+    most = 1024 if rows <= _FEW_ROWS else 4096
+    plan = _plan(dtypes, (q_heads, k_heads), dim, rotation, norms, unit, most, k_heads_first)
+    return Launch(plan.kernel, (rows, sum(plan.blocks), 1), (tokens, *strides, *plan.scalars)), plan.result
+
+
 def _run_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -173,28 +193,14 @@ def _run_forward(
     k_heads_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`k_heads_first`: the rotated k is contiguous as `[batch, heads, tokens, dim]`, where that is its shape."""
-    q, *q_strides = _heads_last(q, heads_axis)
-    k, *k_strides = _heads_last(k, heads_axis)
-    cos, *cos_strides = _table(cos)
-    sin, *sin_strides = _table(sin)
-    unit, strides = _in_units((*q_strides, *k_strides, *cos_strides, *sin_strides))
-    shape = q.shape
-    heads, tokens = (shape[heads_axis], k.shape[heads_axis]), shape[3 - heads_axis]
+    q, k, cos, sin = _in_one_run(q), _in_one_run(k), _in_one_run(cos), _in_one_run(sin)
+    layouts = (_layout(q), _layout(k), _layout(cos), _layout(sin))
     dtypes = (q.dtype, cos.dtype, None if q_weight is None else q_weight.dtype)
-    rows = shape[0] * tokens
     k_heads_first = k_heads_first and heads_axis == 1
-    most = 1024 if rows <= _FEW_ROWS else 4096
-    plan = _plan(dtypes, heads, shape[3], rotation, norms, unit, most, k_heads_first)
-    q_out = _empty_like(q, plan.result, heads_axis)
-    k_out = _empty_like(k, plan.result, 2 if k_heads_first else heads_axis)
-    _launch_forward(
-        plan.key,
-        (rows, plan.blocks[0] + plan.blocks[1], 1),
-        (q, k, cos, sin, q_weight, k_weight, q_out, k_out),
-        (tokens, *strides, *plan.scalars),
-        (*plan.constants, k_heads_first),
-        **plan.options,
-    )
+    launch, result = _forward_launch(layouts, dtypes, rotation, norms, heads_axis, k_heads_first)
+    q_out = _empty_like(q, result, heads_axis)
+    k_out = _empty_like(k, result, 2 if k_heads_first else heads_axis)
+    launch(q, k, cos, sin, q_weight, k_weight, q_out, k_out)
     return q_out, k_out
 
 
@@ -211,34 +217,26 @@ def _run_backward(
     cos, sin, *normed = saved
     q, k, q_weight, k_weight = normed or (None, None, None, None)
     dq, dk = _empty_like(dq_out, dtype, heads_axis), _empty_like(dk_out, dtype, heads_axis)
-    dq_out, *dq_strides = _heads_last(dq_out, heads_axis)
-    dk_out, *dk_strides = _heads_last(dk_out, heads_axis)
-    x_strides: tuple[int, ...] = (0,) * 6
+    dq_out, dk_out, cos, sin = _in_one_run(dq_out), _in_one_run(dk_out), _in_one_run(cos), _in_one_run(sin)
+    axes = (0, 3 - heads_axis, heads_axis)
+    x_steps: tuple[int, ...] = (0,) * 6
     if q is not None and k is not None:
-        q, *q_strides = _heads_last(q, heads_axis)
-        k, *k_strides = _heads_last(k, heads_axis)
-        x_strides = (*q_strides, *k_strides)
-    cos, *cos_strides = _table(cos)
-    sin, *sin_strides = _table(sin)
-    unit, strides = _in_units((*dq_strides, *dk_strides, *x_strides, *cos_strides, *sin_strides))
+        q, k = _in_one_run(q), _in_one_run(k)
+        x_steps = (*_steps(_layout(q), *axes), *_steps(_layout(k), *axes))
+    steps = (*_steps(_layout(dq_out), *axes), *_steps(_layout(dk_out), *axes), *x_steps)
+    unit, strides = _in_units((*steps, *_steps(_layout(cos), 0, 1), *_steps(_layout(sin), 0, 1)))
     shape = dq_out.shape
     heads, tokens = (shape[heads_axis], dk_out.shape[heads_axis]), shape[3 - heads_axis]
     dtypes = (dtype, cos.dtype, None if q_weight is None else q_weight.dtype, dq_out.dtype, dk_out.dtype)
-    plan = _plan(dtypes, heads, shape[3], rotation, norms, unit, 2048)
+    plan = _plan(dtypes, heads, shape[3], rotation, norms, unit, 2048, is_backward=True)
     rows = programs = shape[0] * tokens
     parts: list[torch.Tensor | None] = [None, None]
     if norms is not None:
         programs = min(rows, num_processors(dq.device) * 4)
         sizes = [(programs * count, shape[3]) for count in plan.blocks]
         parts = [torch.empty(size, dtype=plan.wide, device=dq.device) for size in sizes]
-    _launch_backward(
-        plan.key,
-        (programs, plan.blocks[0] + plan.blocks[1], 1),
-        (dq_out, dk_out, q, k, cos, sin, q_weight, k_weight, dq, dk, *parts),
-        (rows, tokens, *strides, *plan.scalars),
-        plan.constants,
-        **plan.options,
-    )
+    launch = Launch(plan.kernel, (programs, sum(plan.blocks), 1), (rows, tokens, *strides, *plan.scalars))
+    launch(dq_out, dk_out, q, k, cos, sin, q_weight, k_weight, dq, dk, *parts)
     weights = (q_weight, k_weight)
     dq_weight, dk_weight = (
         None if part is None or weight is None else part.sum(0).to(weight.dtype)
