@@ -189,7 +189,29 @@ def gpu_model() -> str:
     return f"{_table(head, rows)}\n\nPeak memory of a training step above the weights, GB: {memory}.\n\n{_machine(found['machine'])}"
 
 
-_PEERS = {"reference": "stock", "compile": "torch.compile", "torch": "torch", "liger": "Liger", "grouped_mm": "grouped_mm"}
+def cpu_model() -> str:
+    """What `benchmarks/cpu_model.py` measured."""
+    found = json.loads((RESULTS / "cpu_model.json").read_text())
+    names = {"stock": "stock", "grouped_mm": "grouped_mm"}
+    rows = []
+    for what, entry in found["measured"].items():
+        times = [f"{entry['ms'][name]:.4g}" if name in entry["ms"] else "" for name in (*names, "kconvert")]
+        ratios = [
+            "{:.2f} ({:.2f} to {:.2f})".format(*entry["ratio"][name]) if name in entry["ratio"] else ""
+            for name in names
+        ]
+        rows.append((what, *times, *ratios))
+    head = ("ms", *names.values(), "kconvert", *(f"kconvert / {name}" for name in names.values()))
+    return f"{_table(head, rows)}\n\n{_machine(found['machine'])}"
+
+
+_PEERS = {
+    "reference": "stock",
+    "compile": "torch.compile",
+    "torch": "torch",
+    "liger": "Liger",
+    "grouped_mm": "grouped_mm",
+}
 
 
 def gpu_kernels() -> str:
@@ -219,11 +241,13 @@ def _machine(machine: Mapping[str, str]) -> str:
     versions = ", ".join(
         f"{name} {value}" for name, value in machine.items() if name not in ("device", "copy_gb_per_s")
     )
-    return f"{machine['device']}, a copy on it {machine['copy_gb_per_s']} GB/s read and written; {versions}."
+    copy = f", a copy on it {machine['copy_gb_per_s']} GB/s read and written" if "copy_gb_per_s" in machine else ""
+    return f"{machine['device']}{copy}; {versions}."
 
 
 PARTS: dict[str, Callable[[], str]] = {
     "commands": commands,
+    "cpu-model": cpu_model,
     "exit-codes": exit_codes,
     "gpu-kernels": gpu_kernels,
     "gpu-model": gpu_model,

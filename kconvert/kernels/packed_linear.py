@@ -197,6 +197,22 @@ class PackedLinearLayout(Layout):
         # not `split`: autograd forbids to change one of several views in place, which stock code may do
         return tuple(joined.narrow(-1, sum(sizes[:number]), size) for number, size in enumerate(sizes))
 
+    def kconvert_project_apart(self, packed: str, hidden: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        """All parts of a packed projection of `hidden`, each by a product of its own, so that none has gaps.
+
+        None where that is not the same: the projection is more than a plain linear layer, or was not packed here; or where the
+        products of one weight would be dear: under gradients each would have one as large as the whole.
+        """
+        joined = cast("nn.Linear", self._modules[packed])
+        if packed not in self.kconvert_rows or not _is_plain(joined, offloaded=False) or _has_any_global_hook():
+            return None
+        weight, bias = joined.weight, joined.bias
+        if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+            return None
+        sizes = self.kconvert_sizes(packed, weight.shape[0])
+        biases = bias.split(sizes) if bias is not None else (None,) * len(sizes)
+        return tuple(F.linear(hidden, *part) for part in zip(weight.split(sizes), biases, strict=True))
+
 
 def _view_property(packed: str, number: int, part: str) -> property:
     def view(self: PackedLinearLayout) -> LinearView:

@@ -5,6 +5,7 @@ The CUDA kernels' device code runs in `tests/triton`; here it is what they accep
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -514,3 +515,49 @@ def test_a_plain_linear_is_not_called(bias: bool, monkeypatch: pytest.MonkeyPatc
     expected = linear(hidden)
     monkeypatch.setattr(nn.Module, "__call__", None)
     assert torch.equal(call_linear(linear, hidden), expected)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_without_gradients_the_cpu_kernel_has_the_bits_of_stock(
+    activation: str, dtype: torch.dtype, bias: bool
+) -> None:
+    """Gate and up are the products that stock has; nothing of the input is written over."""
+    torch.manual_seed(0)
+    stock = GatedMLP(48, 80, bias=bias)
+    stock.act_fn = MODULES[activation]
+    stock = stock.to(dtype)
+    packed: Any = GatedMLPLayout.patch([copy.deepcopy(stock)])
+    hidden = torch.randn(2, 5, 48).to(dtype)
+    before, kernel = hidden.clone(), {"silu": CpuFusedSwiGLU, "gelu": CpuFusedGeGLU}[activation]
+    with torch.no_grad():
+        found, expected = kernel.forward(packed, hidden), stock(hidden)
+    assert torch.equal(found, expected)
+    assert torch.equal(hidden, before)
+
+
+def test_a_projection_that_is_more_than_its_weight_is_called_whole() -> None:
+    """Hooks, and a module that its author built packed; under gradients it is one product too."""
+    torch.manual_seed(0)
+    packed: Any = GatedMLPLayout.patch([GatedMLP(8, 12)])
+    hidden = torch.randn(3, 8)
+    parts = packed.kconvert_project_apart("gate_up_proj", hidden)
+    assert parts is None
+    with torch.no_grad():
+        parts = packed.kconvert_project_apart("gate_up_proj", hidden)
+        joined = packed.gate_up_proj(hidden)
+        torch.testing.assert_close(torch.cat(parts, -1), joined)
+        assert all(part.is_contiguous() for part in parts)
+        expected = CpuFusedSwiGLU.forward(packed, hidden)
+        handle = packed.gate_up_proj.register_forward_hook(lambda module, args, output: output + 1.0)
+        assert packed.kconvert_project_apart("gate_up_proj", hidden) is None
+        gate, up = (joined + 1.0).chunk(2, -1)
+        torch.testing.assert_close(
+            CpuFusedSwiGLU.forward(packed, hidden), packed.down_proj(torch.nn.functional.silu(gate) * up)
+        )
+        handle.remove()
+        assert torch.equal(CpuFusedSwiGLU.forward(packed, hidden), expected)
+        packed.requires_grad_(False)
+    assert packed.kconvert_project_apart("gate_up_proj", hidden) is not None
+    assert packed.kconvert_project_apart("gate_up_proj", hidden.requires_grad_()) is None
