@@ -8,7 +8,7 @@ import typer
 
 from kconvert.cli.backends import prepare_torch
 from kconvert.cli.options import Json, KernelDevice
-from kconvert.cli.output import foreign_output_apart, note, print_json, print_table
+from kconvert.cli.output import foreign_output_apart, note, print_folded, print_json, print_table
 from kconvert.errors import UsageError
 from kconvert.kernels.base import DeviceType, LayoutKernel
 from kconvert.kernels.registry import Registry, check_deps_reason, kernel_entry_points
@@ -33,21 +33,25 @@ def list_kernels_command(
     if json:
         print_json(rows)
         return
+    reasons = list(dict.fromkeys(row["reason"] for row in rows if row["available"] is False))
     print_table(
         "Kernels",
         ("id", "device", "layout", "runs here"),
-        [(row["id"], row["device"], row["layout"] or "-", _verdict(row)) for row in rows],
+        [(row["id"], row["device"], row["layout"] or "-", _verdict(row, reasons)) for row in rows],
         whole=("id", "device", "layout"),
     )
+    for number, reason in enumerate(reasons, start=1):
+        print_folded(reason, first=f"no ({number}): ", indent=8)
     if no_probe and kernel_entry_points():
         names = ", ".join(point.name for point in kernel_entry_points())
         note(f"kconvert: other packages bring kernels too ({names}); leave out --no-probe to see them")
 
 
-def _verdict(row: dict[str, Any]) -> str:
+def _verdict(row: dict[str, Any], reasons: list[str]) -> str:
+    """Reasons stand below the table, by number: many kernels have one and the same."""
     if row["available"] is None:
         return "not probed"
-    return "yes" if row["available"] else f"no: {row['reason']}"
+    return "yes" if row["available"] else f"no ({reasons.index(row['reason']) + 1})"
 
 
 def _declared() -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 from kconvert import __version__
 from kconvert.backends import TORCH_BACKENDS
 from kconvert.errors import one_line
+from kconvert.kernels.cuda import c_compiler
 from kconvert.runtime.environment import (
     OPTIONAL,
     REQUIRED,
@@ -71,7 +71,7 @@ def probe_environment() -> Environment:
         broken_backends=tuple(broken_backends),
         device=DeviceFacts(**device) if device is not None else None,
         device_failure=device_failure,
-        c_compiler=_c_compiler(),
+        c_compiler=c_compiler(),
         kernels_range=KernelsRange(**taken) if taken is not None else None,
         kernels=KernelCounts(**counts) if "failure" not in counts else None,
     )
@@ -95,11 +95,6 @@ def _distribution_version(name: str) -> str | None:
         with suppress(metadata.PackageNotFoundError, KeyError):
             return metadata.version(distribution)
     return None
-
-
-def _c_compiler() -> str | None:
-    """As Triton looks for it."""
-    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
 def _requirements() -> dict[str, Requirement] | None:

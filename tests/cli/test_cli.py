@@ -204,8 +204,14 @@ def test_list_kernels_table_names_reasons(capsys: Capture, monkeypatch: pytest.M
     code, out, _ = _run(capsys, "list-kernels")
     assert code == 0
     assert re.search(r"cpu_fused_swiglu\s+cpu\s+gated_mlp\s+yes", out)
-    assert re.search(r"npu_fused_swiglu\s+npu\s+gated_mlp\s+no: torch_npu is not", out)
-    assert max(map(len, out.splitlines())) <= 80
+    found = re.search(r"npu_fused_swiglu\s+npu\s+gated_mlp\s+no \((\d+)\)", out)
+    assert found is not None
+    assert f"\nno ({found[1]}): torch_npu is not installed\n" in out
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("_fused_" in line for line in lines) == len({line.split()[0] for line in lines if "_fused_" in line})
+    reasons = [line for line in lines if line.startswith("no (")]
+    assert len(reasons) == len({line.partition(":")[2] for line in reasons})
 
 
 def test_help_names_every_exit_code(capsys: Capture) -> None:

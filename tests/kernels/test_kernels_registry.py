@@ -210,7 +210,11 @@ def test_cuda_kernels_want_a_triton_that_they_were_tried_on(
     monkeypatch.setattr("kconvert.kernels.device.device_reason", lambda device: None)
     monkeypatch.setattr("kconvert.kernels.cuda.find_spec", lambda name: object())
     monkeypatch.setattr("kconvert.kernels.cuda.version", lambda name: found)
+    monkeypatch.setenv("CC", "cc")
     assert check_deps_reason(kernel) == reason
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "")
+    assert check_deps_reason(kernel) == "Triton finds no C compiler: install gcc, or set CC"
     monkeypatch.setattr("kconvert.kernels.cuda.find_spec", lambda name: None)
     assert check_deps_reason(kernel) == "Triton is not installed: pip install triton"
 
