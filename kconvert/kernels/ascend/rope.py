@@ -30,7 +30,7 @@ def takes(
     norms: tuple[HeadNorms, torch.Tensor, torch.Tensor] | None,
 ) -> bool:
     """Whether the operators compute the rotation of these tensors, and the norms with their weights before it."""
-    if norms is not None and norms[1].dtype != q.dtype:
+    if (norms is not None and norms[1].dtype != q.dtype) or (q.dim(), k.dim(), cos.dim()) != (4, 4, 3):
         return False
     batch, dim = q.shape[0], q.shape[-1]
     heads = max(q.shape[heads_axis], k.shape[heads_axis])
