@@ -155,6 +155,25 @@ def test_norms_by_value(family: str, device: str, cls: Any, weight: list[float],
     torch.testing.assert_close(made.cpu(), torch.tensor([expected]), rtol=0, atol=5e-5)
 
 
+@pytest.mark.parametrize(
+    ("family", "cls", "weight", "expected"),
+    [(family, GemmaRMSNorm, -0.4921875, [0.431640625, 0.57421875]) for family in ("cuda", "npu", "cpu")]
+    # the operator of NPUs has no cast before the multiply, so what is cast first differs by a rounding there
+    + [(family, LlamaRMSNorm, 0.5078125, [0.4296875, 0.57421875]) for family in ("cuda", "cpu")],
+    indirect=["family"],
+)
+def test_where_the_cast_is(family: str, device: str, cls: Any, weight: float, expected: list[float]) -> None:
+    """In float32 until after the multiply, or not."""
+    found, kernel = kernel_of(family, "rms_norm", "fused_rmsnorm")
+    norm = cls(2, eps=1e-6).to(device, torch.bfloat16)
+    norm.weight.data.fill_(weight)
+    packed = found.patch([norm])
+    assert kernel.supports(packed) is None
+    with torch.no_grad():
+        made = kernel.forward(packed, torch.tensor([[3.0, 4.0]], device=device, dtype=torch.bfloat16))
+    assert made.cpu().tolist() == [expected]
+
+
 @pytest.mark.parametrize(("eps", "expected"), [(1e-5, [0.6325, 0.8433]), (1e-6, [0.8165, 1.0887])])
 def test_eps_is_that_of_the_instance(family: str, device: str, eps: float, expected: list[float]) -> None:
     found, kernel = kernel_of(family, "rms_norm", "fused_rmsnorm")
