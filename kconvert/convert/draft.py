@@ -206,7 +206,7 @@ def _kernels_for(packed: nn.Module, layout: type[Layout]) -> tuple[tuple[str, ..
     if supported:
         return tuple(entry.kernel_id for entry in layout.spec.kernels if _family(entry) in supported), None
     reasons = dict.fromkeys(reason for reason in refusals.values() if reason is not None)
-    every = tuple(entry.kernel_id for entry in layout.spec.kernels if entry.kernel_id.startswith(entry.device))
+    every = tuple(entry.kernel_id for entry in layout.spec.kernels if entry.kernel_id.startswith(f"{entry.device}_"))
     return every, " and ".join(reasons) or "the layout has no CPU kernel"
 
 
