@@ -25,7 +25,7 @@ from kconvert.manifest.canonical import (
     sha256_of,
     unique_pairs,
 )
-from kconvert.names import MANIFEST_NAME, unsafe_name_reason
+from kconvert.names import DEVICES, MANIFEST_NAME, unsafe_name_reason
 from kconvert.transforms import Arrangement, Piece, has_overlap, invert
 
 __all__ = [
@@ -295,6 +295,11 @@ def _check(manifest: Manifest, where: str) -> None:
         reason = unsafe_name_reason(name)
         if reason:
             raise ManifestError(f"file name {name!r} is {reason}", where=where, fix="do not use this checkpoint")
+    chosen = () if manifest.device is None else (manifest.device,)
+    named = (*chosen, *manifest.devices, *manifest.view_devices)
+    unknown = next((device for device in named if device not in DEVICES), None)
+    if unknown is not None:
+        raise ManifestError(f"unknown device {unknown!r}", where=where, fix="convert again")
     _check_tensors(manifest, where)
     if manifest.sidecar_digests.keys() != {*manifest.sidecars}:
         raise ManifestError("not every sidecar has its digest", where=where)

@@ -27,6 +27,7 @@ _FUSED: dict[str, Any] = {
         {
             "kernel": "./my-kernel:RMSNormMLP",
             "trust_remote_code": True,
+            "for": ["cuda", "npu"],
             "fuse": [
                 {"class": "Qwen3RMSNorm", "path": "model.layers.*.post_attention_layernorm"},
                 {"class": "Qwen3MLP", "path": "model.layers.*.mlp"},
@@ -37,6 +38,7 @@ _FUSED: dict[str, Any] = {
             "version": 2,
             "dtype": "bfloat16",
             "optional": True,
+            "for": "cpu",
             "replace": {"class": "Qwen3RMSNorm", "path": "model.layers.{0-3,7}.input_layernorm"},
         },
         {"kernel": "owner/repo:Norm", "revision": "main", "replace": {"class": "A", "path": "model.norm"}},
@@ -44,7 +46,19 @@ _FUSED: dict[str, Any] = {
 }
 _TOKENS = (
     *('"recipe"', '"name"', '"model_type"', '"patches"', '"kernel"', '"replace"', '"fuse"', '"class"', '"path"'),
-    *('"version"', '"revision"', '"dtype"', '"optional"', '"trust_remote_code"', '"bake"', '"<<"', '"kernals"'),
+    *(
+        '"for"',
+        '"npu"',
+        '"tpu"',
+        '"version"',
+        '"revision"',
+        '"dtype"',
+        '"optional"',
+        '"trust_remote_code"',
+        '"bake"',
+        '"<<"',
+        '"kernals"',
+    ),
     *(
         '"cuda_fused_swiglu"',
         '"./x:Y"',

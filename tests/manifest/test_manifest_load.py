@@ -237,6 +237,7 @@ def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
         ("patches.0.layout", None, "manifest.patches[0].layout is no object"),
         ("patches.0.facts", [], "manifest.patches[0].facts is no object"),
         ("carried.0", 4, "manifest.carried[0] is 4, not str"),
+        ("devices", "cpu", "manifest.devices is no list"),
         ("tensors.0.patch", "0", "manifest.tensors[0].patch is '0', not int"),
     ],
 )
@@ -260,6 +261,15 @@ def test_a_missing_key(tmp_path: Path, key: str) -> None:
         del value["omitted"]
     write(tmp_path, value)
     expect_refused(tmp_path, "malformed", f"lacks ['{key}']")
+
+
+@pytest.mark.parametrize("name", ["tpu", "cuda:0", "\x1b[2J"])
+@pytest.mark.parametrize("place", ["device", "devices.0", "view_devices"])
+def test_unknown_devices(tmp_path: Path, name: str, place: str) -> None:
+    value = body()
+    _set(place, [name] if place == "view_devices" else name)(value)
+    write(tmp_path, value)
+    expect_refused(tmp_path, f"unknown device {name!r}", "convert again")
 
 
 @pytest.mark.parametrize("name", ["../evil.safetensors", "/abs/x", "a/../../x", "a\\x", "a\0b", "", "a//b", " a"])
