@@ -25,7 +25,7 @@ from kconvert.manifest import (
     TensorRecord,
     sha256_digest,
 )
-from kconvert.names import CONFIG_NAME, SOURCE_HEADERS_NAME
+from kconvert.names import CONFIG_NAME, DEVICES, SOURCE_HEADERS_NAME
 from kconvert.plan import Part, Plan, Step
 from kconvert.recipe import Profile
 from kconvert.transforms import Arrangement
@@ -157,9 +157,9 @@ def build_manifest(
 def _view_devices(plan: Plan) -> tuple[str, ...]:
     """Those whose kernels may read some of it through a view, by the layouts alone."""
     specs, used = layout_specs(), {claim.entry for claim in plan.claims}
-    layouts = [entry.layout.name for entry in plan.entries if entry.number in used and entry.layout.package is None]
-    kernels = [kernel for name in layouts if name in specs for kernel in specs[name].kernels]
-    return tuple(dict.fromkeys(kernel.device for kernel in kernels if kernel.by_view))
+    layouts = {entry.layout.name for entry in plan.entries if entry.number in used and entry.layout.package is None}
+    found = {device for name in layouts & specs.keys() for device in specs[name].view_devices}
+    return tuple(device for device in DEVICES if device in found)
 
 
 def _parts(step: Step, tensors: Mapping[str, SourceTensor]) -> tuple[PartRecord, ...]:

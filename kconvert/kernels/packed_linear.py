@@ -207,6 +207,8 @@ class PackedLinearLayout(Layout):
         if packed not in self.kconvert_rows or not _is_plain(joined, offloaded=False) or _has_any_global_hook():
             return None
         weight, bias = joined.weight, joined.bias
+        if type(weight) is not nn.Parameter:  # a quantised one need not be able to give its rows
+            return None
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
             return None
         sizes = self.kconvert_sizes(packed, weight.shape[0])

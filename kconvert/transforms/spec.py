@@ -72,6 +72,11 @@ class LayoutSpec:
         return len(self.members) > 1
 
     @property
+    def view_devices(self) -> frozenset[str]:
+        """The device types whose kernels read a weight the other way round than it is stored."""
+        return frozenset(kernel.device for kernel in self.kernels if kernel.by_view)
+
+    @property
     def changes_parameters(self) -> bool:
         """Whether the stored tensors differ from the source's in name, shape or place."""
         return self.is_fusion or any(

@@ -45,7 +45,7 @@ def outputs(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str 
         (None, None, DEVICES, ()),
         ("cpu", "experts", ("cpu", "cuda"), ("npu",)),
         ("cuda", "experts", ("cpu", "cuda"), ("npu",)),
-        ("npu", "experts_transposed", ("npu",), ("cuda", "cpu")),
+        ("npu", "experts_transposed", ("npu",), ("cpu", "cuda")),
     ],
 )
 def test_what_the_manifest_says(
@@ -137,7 +137,7 @@ def test_weights_that_lie_so_already(kind: Kind, cls: str, tmp_path: Path) -> No
         assert (manifest.devices, manifest.view_devices) == (DEVICES, ())
         return
     manifest = load_manifest(convert(recipe, source, tmp_path / "out").output)
-    assert (manifest.devices, manifest.view_devices) == (DEVICES, ("cuda", "cpu"))
+    assert (manifest.devices, manifest.view_devices) == (DEVICES, ("cpu", "cuda"))
 
 
 def test_nothing_is_joined_so_a_dtype_is_refused(source: Path, tmp_path: Path) -> None:
@@ -164,10 +164,10 @@ def test_the_command_line(source: Path, tmp_path: Path, capsys: Capture, monkeyp
     assert max(map(len, shown.splitlines())) <= max(80, len(str(tmp_path)) + 60)
     assert run(["apply", RECIPE, str(source), "-o", str(tmp_path / "npu"), "--device", "npu", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
-    assert (value["device"], value["devices"], value["view_devices"]) == ("npu", ["npu"], ["cuda", "cpu"])
+    assert (value["device"], value["devices"], value["view_devices"]) == ("npu", ["npu"], ["cpu", "cuda"])
     assert [entry["devices"] for entry in value["entries_left_out"]] == [["cuda", "cpu"]]
     assert run(["inspect", str(tmp_path / "npu")]) == 0
-    assert "npu; cuda and cpu read some weights through a view" in capsys.readouterr().out
+    assert "npu; cpu and cuda read some weights through a view" in capsys.readouterr().out
     assert run(["plan", RECIPE, str(source), "--device", "cuda"]) == 0
     shown = capsys.readouterr().out
     assert "left out: 1 entry for npu only\n" in shown

@@ -561,3 +561,26 @@ def test_a_projection_that_is_more_than_its_weight_is_called_whole() -> None:
         packed.requires_grad_(False)
     assert packed.kconvert_project_apart("gate_up_proj", hidden) is not None
     assert packed.kconvert_project_apart("gate_up_proj", hidden.requires_grad_()) is None
+
+
+class _Whole(torch.Tensor):
+    """A weight that cannot be cut, as quantised ones may be."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.split, torch.Tensor.narrow, torch.split):
+            raise NotImplementedError("it has no rows")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def test_a_weight_that_cannot_be_cut_is_called_whole() -> None:
+    torch.manual_seed(0)
+    packed: Any = GatedMLPLayout.patch([GatedMLP(8, 12)])
+    hidden = torch.randn(3, 8)
+    with torch.no_grad():
+        expected = CpuFusedSwiGLU.forward(packed, hidden)
+        weight = packed.gate_up_proj.weight.detach().as_subclass(_Whole)
+        packed.gate_up_proj.weight = nn.Parameter(weight, requires_grad=False)
+        assert type(packed.gate_up_proj.weight) is not nn.Parameter
+        assert packed.kconvert_project_apart("gate_up_proj", hidden) is None
+        torch.testing.assert_close(CpuFusedSwiGLU.forward(packed, hidden).as_subclass(torch.Tensor), expected)

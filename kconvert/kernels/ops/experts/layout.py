@@ -23,9 +23,8 @@ from kconvert.kernels.expert_weights import ExpertWeights
 from kconvert.kernels.layout import Layout, stock_class_of
 from kconvert.kernels.ops.experts.proof import BIASES, WEIGHTS, ExpertsVariant, find_variant, is_shaped
 from kconvert.kernels.ops.experts.spec import SPEC
-from kconvert.transforms import LayoutSpec
 
-__all__ = ["ExpertsCall", "ExpertsLayout", "plain_call", "prove_experts", "view_devices"]
+__all__ = ["ExpertsCall", "ExpertsLayout", "plain_call", "prove_experts"]
 
 
 class ExpertsCall(NamedTuple):
@@ -90,7 +89,7 @@ class ExpertsLayout(Layout):
     def kconvert_views(self) -> frozenset[str]:
         """Those that the spec names; none where the class itself has its weights transposed, as every kernel takes them."""
         variant, _ = self.kconvert_variant
-        return frozenset() if variant is not None and variant.is_transposed else view_devices(self.spec)
+        return frozenset() if variant is not None and variant.is_transposed else self.spec.view_devices
 
     def kconvert_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any] | None:
         """Tokens, indices and weights of a call; None where one of them is missing."""
@@ -122,11 +121,6 @@ def plain_call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         return None
     params = ExpertWeights(gate_up, down, own.get("gate_up_proj_bias"), own.get("down_proj_bias"))
     return ExpertsCall(hidden_states, index, weights, params, variant)
-
-
-def view_devices(spec: LayoutSpec) -> frozenset[str]:
-    """The device types whose kernels of a layout read through a view."""
-    return frozenset(kernel.device for kernel in spec.kernels if kernel.by_view)
 
 
 def _input_names(stock: type[nn.Module]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kconvert.kernels.layout import marked_view, stock_twin
-from kconvert.kernels.ops.experts.layout import ExpertsLayout, view_devices
+from kconvert.kernels.ops.experts.layout import ExpertsLayout
 from kconvert.kernels.ops.experts.proof import WEIGHTS, ExpertsVariant, find_variant, is_shaped
 from kconvert.kernels.ops.experts_transposed.spec import SPEC
 
@@ -64,7 +64,7 @@ class TransposedExpertsLayout(ExpertsLayout):
 
     def kconvert_views(self) -> frozenset[str]:
         """Those of devices that take weights as stock has them."""
-        return view_devices(self.spec)
+        return self.spec.view_devices
 
     @property
     def gate_up_proj(self) -> torch.Tensor:
