@@ -10,7 +10,7 @@ Backward, with n = norm(h), g the gradient of n, and means over a group: dh = rs
 gate does to the rest is computed again from `x` and `gate`; kept are these and one number per group.
 
 One program works on one group of several rows.  In the backward each goes through many rows and keeps its part of
-`dweight`; the parts are summed by torch.
+`dweight`; see `column_sums` for the rest.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from kconvert.kernels.triton.column_sums import column_sums
 from kconvert.kernels.triton.launch import Kernel, Launch, num_processors
 from kconvert.kernels.triton.rms_norm import block_of, stages_of, wide_dtype, wide_type
 from kconvert.kernels.triton.rows import row_starts, rows_of
@@ -269,7 +270,7 @@ def _run_backward(
     parts = torch.empty((programs, x.shape[-1]), dtype=wide_dtype(x.dtype), device=x.device)
     launch = Launch(kernel, (programs, num_groups, 1), (rows.num_rows, *rows.numbers, *gate_rows.numbers))
     launch(dy.contiguous(), read, gate, weight.contiguous(), rstd, dx, dgate, parts)
-    return dx, dgate, parts.sum(0).to(weight.dtype)
+    return dx, dgate, column_sums(parts, weight.dtype)
 
 
 class GatedRMSNormFunction(torch.autograd.Function):

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from kconvert.kernels.rotation import HeadNorms, Rotation
+from kconvert.kernels.triton.column_sums import column_sums
 from kconvert.kernels.triton.launch import Kernel, Launch, num_processors
 from kconvert.kernels.triton.rope_heads import turn_backward, turn_forward
 from kconvert.kernels.triton.rows import MOST_LAYOUTS, read_unit
@@ -239,7 +240,7 @@ def _run_backward(
     launch(dq_out, dk_out, q, k, cos, sin, q_weight, k_weight, dq, dk, *parts)
     weights = (q_weight, k_weight)
     dq_weight, dk_weight = (
-        None if part is None or weight is None else part.sum(0).to(weight.dtype)
+        None if part is None or weight is None else column_sums(part, weight.dtype)
         for part, weight in zip(parts, weights, strict=True)
     )
     return dq, dk, dq_weight, dk_weight

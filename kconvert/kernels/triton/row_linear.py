@@ -64,8 +64,10 @@ def row_product(
 
 
 _COLUMNS = 2048
+"""Columns read at once; a program has as many rows as make up this many where rows are shorter."""
+
 _LONG = 4096
-"""Rows of more columns are read one at a time, which was best on an H200; of others, several make up for it."""
+"""Rows of more columns take longer than half of the warps need to start: which was best on an H200."""
 
 
 def launch_row_linear(
@@ -76,7 +78,7 @@ def launch_row_linear(
     num_rows = weight.shape[0] if activation is None else weight.shape[0] // 2
     columns = min(triton.next_power_of_2(num_columns), _COLUMNS)
     is_long = num_columns > _LONG and activation is None
-    rows = 1 if is_long else 2 * _COLUMNS // columns
+    rows = _COLUMNS // columns
     y = torch.empty((*x.shape[:-1], num_rows), dtype=x.dtype, device=x.device)
     product[(triton.cdiv(num_rows, rows),)](
         x,
