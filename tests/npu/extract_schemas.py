@@ -21,6 +21,8 @@ OPERATORS = (
     "npu_geglu",
     "npu_gemma_rms_norm",
     "npu_grouped_matmul",
+    "npu_moe_gating_top_k",
+    "npu_moe_gating_top_k_softmax",
     "npu_moe_token_permute",
     "npu_moe_token_unpermute",
     "npu_rms_norm",

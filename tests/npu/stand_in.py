@@ -117,6 +117,61 @@ def npu_rotary_mul(
     return (r1.float() * x + r2.float() * turned).to(self.dtype)
 
 
+def _first_of_equal(values: torch.Tensor, k: int) -> torch.Tensor:
+    return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def npu_moe_gating_top_k_softmax(x: torch.Tensor, finished: torch.Tensor | None = None, k: int = 1) -> Any:
+    assert finished is None
+    assert x.dim() in (2, 3)
+    assert x.dtype in _FLOATS
+    assert 0 < k <= min(x.shape[-1], 1024)
+    scores = x.float().softmax(-1)
+    index = _first_of_equal(scores, k)
+    rows = torch.arange(index.numel(), device=x.device).view(k, -1).t().reshape(index.shape)
+    return scores.gather(-1, index).to(x.dtype), index.to(torch.int32), rows.to(torch.int32)
+
+
+def npu_moe_gating_top_k(
+    x: torch.Tensor,
+    k: int,
+    *,
+    bias: torch.Tensor | None = None,
+    k_group: int = 1,
+    group_count: int = 1,
+    group_select_mode: int = 0,
+    renorm: int = 0,
+    norm_type: int = 0,
+    out_flag: bool = False,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+    **others: Any,
+) -> Any:
+    assert not any(value is not None for value in others.values())
+    assert x.dim() == 2
+    assert x.dtype in _FLOATS
+    assert (renorm, norm_type, out_flag) == (0, 1, False)
+    num_experts = x.shape[1]
+    assert num_experts <= 2048
+    assert num_experts % group_count == 0
+    assert 1 <= k <= min(32, num_experts // group_count * k_group)
+    scores = x.float().sigmoid()
+    choice = scores
+    if bias is not None:
+        assert bias.dtype == x.dtype
+        assert bias.shape == (num_experts,)
+        choice = scores + bias
+    if group_count > 1:
+        grouped = choice.unflatten(1, (group_count, -1))
+        good = grouped.topk(2, dim=-1).values.sum(-1) if group_select_mode else grouped.amax(-1)
+        kept = torch.zeros_like(good, dtype=torch.bool).scatter_(1, _first_of_equal(good, k_group), value=True)
+        choice = grouped.masked_fill(~kept[:, :, None], -torch.inf).flatten(1)
+    index = _first_of_equal(choice, k)
+    weights = scores.gather(1, index)
+    weights = weights / (weights.sum(-1, keepdim=True) + eps) * routed_scaling_factor
+    return weights.to(x.dtype), index.to(torch.int32), torch.empty(0, device=x.device)
+
+
 def npu_moe_token_permute(
     tokens: torch.Tensor, indices: torch.Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> Any:

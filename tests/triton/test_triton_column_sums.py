@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from kconvert.kernels.triton.column_sums import column_sums
+from tests.triton.norm_checks import round_as_on_devices
 
-_BFLOAT16 = 2**-8 if torch.cuda.is_available() else 2**-7  # Triton's interpreter cuts off what does not fit
-_RELATIVE = {torch.bfloat16: _BFLOAT16, torch.float16: 2**-11, torch.float32: 1e-5, torch.float64: 1e-13}
+_RELATIVE = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-5, torch.float64: 1e-13}
+
+
+@pytest.fixture(autouse=True)
+def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    round_as_on_devices(monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", _RELATIVE, ids=str)
