@@ -30,7 +30,7 @@ VARIANTS: dict[str, tuple[bool, int | str, torch.dtype]] = {
     "untied, shards, bfloat16": (False, 10_000, torch.bfloat16),
     "tied, one file, bfloat16": (True, "1GB", torch.bfloat16),
 }
-KINDS = ("RMSNorm", "Attention", "MLP", "Experts")
+KINDS = ("RMSNorm", "Attention", "MLP", "Experts", "Router")
 EXPERTS = {
     "qwen2-moe": "mlp.experts",
     "qwen3-moe": "mlp.experts",
@@ -146,7 +146,7 @@ def test_reference_has_the_bits_of_stock_and_kernels_are_near(make: Make, recipe
 
 
 def text_modules(model: Any) -> dict[str, nn.Module]:
-    """Norms, attentions, MLPs and experts of the text model, by path in the whole one."""
+    """Norms, attentions, MLPs, experts and routers of the text model, by path in the whole one."""
     inside = {id(module) for module in model.get_decoder().modules()}
     return {
         path: module
@@ -156,7 +156,7 @@ def text_modules(model: Any) -> dict[str, nn.Module]:
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.keys() - {"qwen3-layers"}))
-def test_every_norm_attention_mlp_and_experts_are_patched_or_the_recipe_says_why_not(make: Make, recipe: str) -> None:
+def test_all_that_has_a_layout_is_patched_or_the_recipe_says_why_not(make: Make, recipe: str) -> None:
     case = make(recipe)
     manifest = load_manifest(case.output)
     taken = {path for patch in manifest.patches for paths in patch.modules for path in paths}
@@ -167,7 +167,7 @@ def test_every_norm_attention_mlp_and_experts_are_patched_or_the_recipe_says_why
     left_out = {type(wanted[path]).__name__ for path in wanted.keys() - taken}
     comment = " ".join(line[1:].strip() for line in load_recipe(RECIPES[recipe]).text.splitlines() if line[:1] == "#")
     for name in left_out:
-        words = {"RMSNorm": "norm", "Attention": "q/k/v", "MLP": "MLP", "Experts": "experts"}
+        words = {"RMSNorm": "norm", "Attention": "q/k/v", "MLP": "MLP", "Experts": "experts", "Router": "router"}
         word = words[next(kind for kind in KINDS if name.endswith(kind))]
         assert any(word in part and "left as" in part for part in comment.split(". ")), (name, comment)
     assert left_out == LEFT_OUT.get(recipe, set())

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3Attention,
@@ -25,10 +28,15 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3RotaryEmbedding,
 )
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-__all__ = ["Case", "Inputs", "cases_of"]
+__all__ = ["Case", "Inputs", "cases_of", "first_tensor"]
+
+
+def first_tensor(output: Any) -> torch.Tensor:
+    """The first tensor of a result: the hidden states of attention, which gives its weights too."""
+    return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,8 @@ class Case:
         num_moved: how many elements are read and written at least; 0 where that is not what the operation costs.
         is_compiled: whether the stock module is timed under `torch.compile` too; a loop over experts takes minutes there.
         peers: what else computes it, as `liger`, by what makes it with the weights of the first stock module.
+        result: of what a call gives, the tensor that is checked, and from which gradients flow when it is timed.
+        compared: that tensor in a form that says nothing of an order which the stock module leaves open.
     """
 
     layout: str
@@ -60,6 +70,8 @@ class Case:
     num_moved: int = 0
     is_compiled: bool = True
     peers: Mapping[str, Callable[[nn.Module], Callable[..., Any]]] = field(default_factory=dict)
+    result: Callable[[Any], torch.Tensor] = first_tensor
+    compared: Callable[[Any], torch.Tensor] = first_tensor
 
 
 def cases_of(layout: str, *, is_small: bool, is_gelu: bool = False) -> Iterator[Case]:
@@ -86,6 +98,7 @@ _LARGE: dict[str, Sequence[tuple[int, ...]]] = {
     "decoder_layer": ((1, 4096, 32, 8, 128), (4096, 4096, 32, 8, 128)),
     "experts": ((16, 2048, 768, 128, 8), (4096, 2048, 768, 128, 8)),
     "experts_transposed": ((16, 2048, 768, 128, 8), (4096, 2048, 768, 128, 8)),
+    "topk_router": ((1, 2048, 128, 1), (4096, 2048, 128, 1), (1, 7168, 256, 8), (4096, 7168, 256, 8)),
 }
 _SMALL: dict[str, Sequence[tuple[int, ...]]] = {
     "rms_norm": ((1, 576), (512, 576)),
@@ -97,6 +110,7 @@ _SMALL: dict[str, Sequence[tuple[int, ...]]] = {
     "decoder_layer": ((1, 576, 9, 3, 64), (512, 576, 9, 3, 64)),
     "experts": ((1, 256, 128, 16, 4), (128, 256, 128, 16, 4)),
     "experts_transposed": ((1, 256, 128, 16, 4), (128, 256, 128, 16, 4)),
+    "topk_router": ((1, 256, 64, 1), (128, 256, 64, 1), (1, 256, 64, 8), (128, 256, 64, 8)),
 }
 
 
@@ -212,6 +226,37 @@ def _experts(layout: str, tokens: int, hidden: int, intermediate: int, num_exper
     return Case(layout, label, make, inputs, is_compiled=False, peers={"grouped_mm": grouped})
 
 
+def _router(tokens: int, hidden: int, num_experts: int, num_groups: int) -> Case:
+    """8 choices, as Qwen3 MoE makes them, and where there are groups as DeepSeek-V3 does."""
+
+    def make() -> list[nn.Module]:
+        if num_groups == 1:
+            config = Qwen3MoeConfig(hidden_size=hidden, num_experts=num_experts, num_experts_per_tok=8)
+            router: nn.Module = Qwen3MoeTopKRouter(config)
+        else:
+            router = DeepseekV3TopkRouter(
+                DeepseekV3Config(
+                    hidden_size=hidden,
+                    n_routed_experts=num_experts,
+                    num_experts_per_tok=8,
+                    n_group=num_groups,
+                    topk_group=num_groups // 2,
+                )
+            )
+            router.get_buffer("e_score_correction_bias").normal_(std=0.05)
+        nn.init.normal_(router.get_parameter("weight"), std=hidden**-0.5)
+        return [router]
+
+    def by_expert(output: Any) -> torch.Tensor:
+        logits, weights, index = output
+        return torch.zeros_like(logits, dtype=weights.dtype).scatter(1, index, weights)
+
+    label = f"{tokens} x {hidden}, 8 of {num_experts}{f' in {num_groups} groups' if num_groups > 1 else ''}"
+    return Case(
+        "topk_router", label, make, _random(tokens, hidden), result=lambda output: output[1], compared=by_expert
+    )
+
+
 _MAKERS: dict[str, Callable[..., Case]] = {
     "rms_norm": _rms_norm,
     "gated_rms_norm": _gated_rms_norm,
@@ -222,6 +267,7 @@ _MAKERS: dict[str, Callable[..., Case]] = {
     "decoder_layer": _attention_of("decoder_layer", lambda config: Qwen3DecoderLayer(config, 0)),
     "experts": partial(_experts, "experts"),
     "experts_transposed": partial(_experts, "experts_transposed"),
+    "topk_router": _router,
 }
 
 

@@ -15,10 +15,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from kconvert import __version__
-from kconvert.benching.cases import Case, Inputs, cases_of
+from kconvert.benching.cases import Case, Inputs, cases_of, first_tensor
 from kconvert.benching.parts import Part, parts_of
 from kconvert.benching.timing import copy_bytes_per_second, host_seconds, median_seconds
 from kconvert.errors import UsageError, one_line
@@ -194,7 +193,7 @@ class _Subject:
         calls: subject to call; `kernel` and `reference` are always there.
         stock: what the kernel has to give.
         modules: of the kernel's call and of `stock`, whose gradients are cleared.
-        num_moved: see `Case`.
+        num_moved, result, compared: see `Case`.
     """
 
     label: str
@@ -206,6 +205,8 @@ class _Subject:
     modules: Sequence[nn.Module]
     inputs: Inputs
     num_moved: int
+    result: Callable[[Any], torch.Tensor] = first_tensor
+    compared: Callable[[Any], torch.Tensor] = first_tensor
 
     @classmethod
     def of_case(
@@ -243,7 +244,19 @@ class _Subject:
             with suppress(ImportError):  # not installed
                 calls[name] = make(stock[0])
         inputs = case.inputs(device, dtype)
-        return cls(case.label, kernel_id, device, dtype, calls, run_stock, [packed, *stock], inputs, case.num_moved)
+        return cls(
+            case.label,
+            kernel_id,
+            device,
+            dtype,
+            calls,
+            run_stock,
+            [packed, *stock],
+            inputs,
+            case.num_moved,
+            case.result,
+            case.compared,
+        )
 
     @classmethod
     def of_part(cls, part: Part, kernel_id: str, device: torch.device, dtype: torch.dtype) -> _Subject:
@@ -273,7 +286,7 @@ class _Subject:
         """The result of a call, and with `needs_grad` the gradient of its first input."""
         inputs = self._with_grad() if needs_grad else self.inputs
         with torch.set_grad_enabled(needs_grad):
-            output = _first(call(*inputs.args, **inputs.kwargs))
+            output = self.compared(call(*inputs.args, **inputs.kwargs))
         if not needs_grad:
             return [output]
         torch.manual_seed(1)
@@ -323,12 +336,12 @@ class _Subject:
     def _backward_of(self, call: Callable[..., Any]) -> Callable[[], Any]:
         inputs = self._with_grad()
         with torch.enable_grad():
-            gradient = torch.randn_like(_first(call(*inputs.args, **inputs.kwargs)))
+            gradient = torch.randn_like(self.result(call(*inputs.args, **inputs.kwargs)))
         leaf = inputs.args[0]
 
         def run() -> None:
             leaf.grad = None
-            _first(call(*inputs.args, **inputs.kwargs)).backward(gradient)
+            self.result(call(*inputs.args, **inputs.kwargs)).backward(gradient)
 
         return run
 
@@ -337,8 +350,3 @@ class _Subject:
             return None
         moved = self.num_moved * self.dtype.itemsize
         return moved / seconds / copy_bytes_per_second(self.device, max(moved // 2, 1))
-
-
-def _first(output: Any) -> torch.Tensor:
-    """The first tensor of a result: the hidden states of attention, which gives its weights too."""
-    return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))

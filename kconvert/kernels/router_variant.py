@@ -94,12 +94,13 @@ def router_formula(
         choice = choice + bias
     if variant.groups is not None:
         choice = _in_best_groups(choice, variant.groups)
-    index = torch.topk(choice, variant.top_k, dim=-1, sorted=variant.is_sorted)[1]
-    weights = scores.gather(-1, index)
+    chosen, index = torch.topk(choice, variant.top_k, dim=-1, sorted=variant.is_sorted)
+    weights = chosen if choice is scores else scores.gather(-1, index)
     if variant.scores == "logits":
         weights = F.softmax(weights, dim=-1, dtype=weights.dtype)
     if variant.eps is not None:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + variant.eps)
+        total = weights.sum(dim=-1, keepdim=True)
+        weights = weights / (total + variant.eps if variant.eps else total)
     if variant.factor != 1.0:
         weights = weights * variant.factor
     return weights.to(dtype) if variant.casts else weights, index

@@ -33,6 +33,7 @@ SIZES = {
     "decoder_layer": ((4, 32, 4, 2, 8),),
     "experts": ((4, 32, 16, 4, 2),),
     "experts_transposed": ((4, 32, 16, 4, 2),),
+    "topk_router": ((4, 32, 16, 1), (4, 32, 16, 4)),
 }
 
 

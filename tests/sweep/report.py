@@ -18,6 +18,7 @@ COLUMNS = {
     "gated_rms_norm": "gated norms",
     "qkv_proj": "q/k/v",
     "rms_norm": "norms",
+    "topk_router": "routers",
 }
 """Layout to the column that counts it."""
 
@@ -51,8 +52,8 @@ reach (images, audio, an encoder's output) is left as it is.
 _LEGEND = """
 ## Types
 
-- **experts**, **gate/up**, **gated norms**, **q/k/v**, **norms**: the number of modules with the layout, and what runs there on the CPU:
-  a kernel (`moe`, `swiglu`, `geglu`, `gated_rmsnorm`, `qkv`, `rmsnorm`), or the reference, which is the stock arithmetic on packed weights.
+- **experts**, **gate/up**, **gated norms**, **q/k/v**, **norms**, **routers**: the number of modules with the layout, and what runs there
+  on the CPU: a kernel (`moe`, `swiglu`, `geglu`, `gated_rmsnorm`, `qkv`, `rmsnorm`, `router`), or the reference, which is the stock arithmetic on packed weights.
 - **names**: how the source's tensors were named, which is how `save_pretrained` writes them. *same*: as the model's
   are. *mapped*: in names that transformers maps while loading, and so does kconvert. *joined*: transformers also joins
   or splits some of the tensors while loading, and kconvert does that in the conversion.
@@ -60,8 +61,8 @@ _LEGEND = """
   qualifies; such a checkpoint is used as it is. *not built*: no tiny model that runs on token IDs was made, so nothing
   is known.
 
-| type | experts | gate/up | gated norms | q/k/v | norms | names | result | notes |
-|---|---|---|---|---|---|---|---|---|
+| type | experts | gate/up | gated norms | q/k/v | norms | routers | names | result | notes |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 

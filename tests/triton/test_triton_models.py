@@ -34,7 +34,8 @@ _LAYER = ("cuda_fused_decoder_layer", "cuda_fused_rmsnorm")
 KERNELS: dict[Any, tuple[str, ...]] = {
     "qwen3": _LAYER,
     "gemma2": _LAYER,
-    "qwen3_moe": ("cuda_fused_rmsnorm", "cuda_fused_qkv", "cuda_fused_moe"),
+    "qwen3_moe": ("cuda_fused_rmsnorm", "cuda_fused_qkv", "cuda_fused_moe", "cuda_fused_router"),
+    "deepseek_v3": ("cuda_fused_rmsnorm", "cuda_fused_swiglu", "cuda_fused_moe", "cuda_fused_router"),
 }
 
 
