@@ -60,7 +60,6 @@ class Case:
         is_compiled: whether the stock module is timed under `torch.compile` too; a loop over experts takes minutes there.
         peers: what else computes it, as `liger`, by what makes it with the weights of the first stock module.
         result: of what a call gives, the tensor that is checked, and from which gradients flow when it is timed.
-        compared: that tensor in a form that says nothing of an order which the stock module leaves open.
     """
 
     layout: str
@@ -71,7 +70,6 @@ class Case:
     is_compiled: bool = True
     peers: Mapping[str, Callable[[nn.Module], Callable[..., Any]]] = field(default_factory=dict)
     result: Callable[[Any], torch.Tensor] = first_tensor
-    compared: Callable[[Any], torch.Tensor] = first_tensor
 
 
 def cases_of(layout: str, *, is_small: bool, is_gelu: bool = False) -> Iterator[Case]:
@@ -247,14 +245,8 @@ def _router(tokens: int, hidden: int, num_experts: int, num_groups: int) -> Case
         nn.init.normal_(router.get_parameter("weight"), std=hidden**-0.5)
         return [router]
 
-    def by_expert(output: Any) -> torch.Tensor:
-        logits, weights, index = output
-        return torch.zeros_like(logits, dtype=weights.dtype).scatter(1, index, weights)
-
     label = f"{tokens} x {hidden}, 8 of {num_experts}{f' in {num_groups} groups' if num_groups > 1 else ''}"
-    return Case(
-        "topk_router", label, make, _random(tokens, hidden), result=lambda output: output[1], compared=by_expert
-    )
+    return Case("topk_router", label, make, _random(tokens, hidden), result=lambda output: output[1])
 
 
 _MAKERS: dict[str, Callable[..., Case]] = {

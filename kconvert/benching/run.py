@@ -193,7 +193,8 @@ class _Subject:
         calls: subject to call; `kernel` and `reference` are always there.
         stock: what the kernel has to give.
         modules: of the kernel's call and of `stock`, whose gradients are cleared.
-        num_moved, result, compared: see `Case`.
+        num_moved, result: see `Case`.
+        in_order: what of a call is compared, without what the layout leaves open.
     """
 
     label: str
@@ -206,7 +207,7 @@ class _Subject:
     inputs: Inputs
     num_moved: int
     result: Callable[[Any], torch.Tensor] = first_tensor
-    compared: Callable[[Any], torch.Tensor] = first_tensor
+    in_order: Callable[[Any], Any] = lambda result: result
 
     @classmethod
     def of_case(
@@ -255,7 +256,7 @@ class _Subject:
             inputs,
             case.num_moved,
             case.result,
-            case.compared,
+            layout.kconvert_in_order,
         )
 
     @classmethod
@@ -286,7 +287,7 @@ class _Subject:
         """The result of a call, and with `needs_grad` the gradient of its first input."""
         inputs = self._with_grad() if needs_grad else self.inputs
         with torch.set_grad_enabled(needs_grad):
-            output = self.compared(call(*inputs.args, **inputs.kwargs))
+            output = self.result(self.in_order(call(*inputs.args, **inputs.kwargs)))
         if not needs_grad:
             return [output]
         torch.manual_seed(1)

@@ -87,6 +87,11 @@ class Layout(nn.Module):
         """The device types whose kernels read a weight of this module the other way round than it lies; the base has none."""
         return frozenset()
 
+    @staticmethod
+    def kconvert_in_order(result: Any) -> Any:
+        """A result of the forward without what the layout leaves open, such as an order; the base leaves nothing open."""
+        return result
+
     def facts(self) -> dict[str, Any]:
         """What is proven of this module and stored in the manifest, per class; empty where there is nothing."""
         return {}

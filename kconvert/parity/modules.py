@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from kconvert.errors import one_line
+from kconvert.kernels.assign import load_layout
 from kconvert.kernels.dispatch import Dispatch
+from kconvert.kernels.layout import Layout
 from kconvert.kernels.probe import capture_calls
 from kconvert.kernels.report import REFERENCE
 from kconvert.kernels.select import Mode
@@ -67,16 +69,17 @@ def _observe_stock(job: VerifyJob) -> tuple[str, dict[tuple[str, ...], _Expected
     """The checkpoint's dtype, what every claim that is reached gives, and why the model did not run."""
     model = load_stock(job)
     own = dtype_name(model.dtype)
-    claims = [paths for _, paths in _claims(job)]
-    calls, stopped = capture_calls(model, [paths[0] for paths in claims], seed=SEED)
+    claims = list(_claims(job))
+    calls, stopped = capture_calls(model, [paths[0] for _, paths in claims], seed=SEED)
     expected: dict[tuple[str, ...], _Expected] = {}
-    for number, paths in enumerate(claims):
+    for number, (record, paths) in enumerate(claims):
         if paths[0] not in calls:
             continue
+        layout = load_layout(record.layout.name) if record.layout.package is None else None
         modules = tuple(model.get_submodule(path) for path in paths)
         found = _Expected(ModuleInput.from_call(modules[0], calls[paths[0]], seed=SEED + number))
         for dtype in _dtypes_of(modules, own, job):
-            found.outputs[dtype_name(dtype)] = _stock_output(modules, found.inputs, dtype, own, job.device)
+            found.outputs[dtype_name(dtype)] = _stock_output(modules, layout, found.inputs, dtype, own, job.device)
         expected[paths] = found
     return own, expected, stopped
 
@@ -93,12 +96,18 @@ def _dtypes_of(modules: tuple[nn.Module, ...], own: str, job: VerifyJob) -> tupl
 
 
 def _stock_output(
-    modules: tuple[nn.Module, ...], inputs: ModuleInput, dtype: torch.dtype, own: str, device: str
+    modules: tuple[nn.Module, ...],
+    layout: type[Layout] | None,
+    inputs: ModuleInput,
+    dtype: torch.dtype,
+    own: str,
+    device: str,
 ) -> Output | str:
     is_own = dtype_name(dtype) == own
     try:
         run = modules if is_own else tuple(cast_module(module, dtype) for module in modules)
-        return Output(run_chain(run, inputs.build(device, None if is_own else dtype), device))
+        result = run_chain(run, inputs.build(device, None if is_own else dtype), device)
+        return Output(result if layout is None else layout.kconvert_in_order(result))
     except Exception as error:  # noqa: BLE001 - foreign model code may raise anything, e.g. in a dtype it is not for
         return f"the stock module does not run ({one_line(error)})"
 
@@ -146,9 +155,10 @@ def _compare_in(
         try:
             if kernels == "reference":
                 with reference_only(module):
-                    output = Output(run_chain((module,), call, job.device))
+                    result = run_chain((module,), call, job.device)
             else:
-                output = Output(run_chain((module,), call, job.device))
+                result = run_chain((module,), call, job.device)
+            output = Output(module.kconvert_in_order(result) if isinstance(module, Layout) else result)
         except Exception as error:  # noqa: BLE001 - a kernel may raise anything, and that is a finding
             yield Result(dtype, kernels, kernel, Verdict.FAILED, None, limit, f"does not run ({one_line(error)})")
             continue

@@ -37,7 +37,18 @@ from kconvert.kernels.registry import check_deps_reason, get_known_kernel
 from kconvert.kernels.specs import kernel_specs, layout_specs
 from tests.support import tiny_model
 
-NAMES = ("rmsnorm", "gated_rmsnorm", "swiglu", "geglu", "qkv", "rope", "moe", "moe_transposed", "router", "rmsnorm_swiglu")
+NAMES = (
+    "rmsnorm",
+    "gated_rmsnorm",
+    "swiglu",
+    "geglu",
+    "qkv",
+    "rope",
+    "moe",
+    "moe_transposed",
+    "router",
+    "rmsnorm_swiglu",
+)
 BUILT_IN = {
     f"{device}_fused_{name}": DeviceType(device)
     for device in ("cpu", "cuda", "npu")

@@ -17,6 +17,7 @@ from torch import nn
 from kconvert.kernels.base import DeviceType, LayoutKernel
 from kconvert.kernels.ops.gated_mlp.layout import GatedMLPLayout
 from kconvert.kernels.ops.rms_norm import cpu as rms_norm_cpu
+from kconvert.kernels.ops.topk_router.cpu import CpuFusedRouter
 from kconvert.kernels.probe import capture_calls
 from kconvert.kernels.registry import Registry
 from kconvert.names import PARITY_NAME
@@ -234,6 +235,33 @@ def test_a_kernel_is_chosen_anew_in_each_dtype(
     assert ("bfloat16", "cpu_fused_swiglu") in used
     kernels = {item["dtype"]: item["kernel"] for item in levels["logits"]["results"] if item["kernels"] == "auto"}
     assert kernels == {"bfloat16": "cpu_fused_swiglu", "float32": "test_wrong_swiglu"}
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_in_which_order_the_experts_of_a_token_come_is_left_open(
+    is_wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Weights that go with other experts than stock's are not."""
+
+    def turned(module: nn.Module, hidden_states: torch.Tensor) -> Any:
+        logits, weights, index = module.reference(hidden_states)  # type: ignore[operator]
+        return logits, weights if is_wrong else weights.flip(-1), index.flip(-1)
+
+    monkeypatch.setattr(CpuFusedRouter, "forward", staticmethod(turned))
+    source = save_tiny(tmp_path / "my-model", "qwen3_moe")
+    patch = (
+        '  - kernel: [cpu_fused_router]\n    replace: {class: Qwen3MoeTopKRouter, path: "model.layers.*.mlp.gate"}\n'
+    )
+    recipe = write_recipe(tmp_path / "my.yaml", patch, model_type="qwen3_moe")
+    converted = convert(recipe, source, tmp_path / "out").output
+    arguments = (converted, "--source", source, "--level", "modules")
+    if is_wrong:
+        assert "cpu_fused_router, in float32: differs by" in failing(capsys, *arguments)
+        return
+    code, out, _ = run(capsys, *arguments, "--json")
+    assert code == 0
+    results = json.loads(out)["levels"]["modules"]["modules"][0]["results"]
+    assert {item["kernel"] for item in results} == {"reference", "cpu_fused_router"}
 
 
 def test_an_eps_that_is_not_that_of_the_module_is_found(

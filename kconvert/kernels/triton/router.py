@@ -24,9 +24,10 @@ import torch
 import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
+from triton.language.extra import libdevice
 
 from kconvert.kernels.router_variant import RouterVariant
-from kconvert.kernels.triton.launch import Kernel, Launch
+from kconvert.kernels.triton.launch import Kernel, Launch, is_interpreted
 from kconvert.kernels.triton.rows import MOST_LAYOUTS
 
 __all__ = ["choose_experts"]
@@ -36,13 +37,22 @@ _ELEMENTS = 512
 
 
 @triton.jit
-def _scores(logits, inside, SCORES: tl.constexpr):
+def _sigmoid(x, IS_EXACT: tl.constexpr):
+    """With the bits of torch's, where asked for: a bias and groups are chosen by what is a rounding apart."""
+    if IS_EXACT:
+        return tl.div_rn(1.0, 1.0 + libdevice.exp(-x))
+    else:
+        return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _scores(logits, inside, SCORES: tl.constexpr, IS_EXACT: tl.constexpr):
     if SCORES == "softmax":
         logits = tl.where(inside, logits, float("-inf"))
         powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
         scores = powers / tl.sum(powers, axis=1)[:, None]
     elif SCORES == "sigmoid":
-        scores = 1.0 / (1.0 + tl.exp(-logits))
+        scores = _sigmoid(logits, IS_EXACT)
     else:
         scores = logits
     return scores
@@ -93,7 +103,7 @@ def _in_best_groups(
 def _weighed(weights, chosen, eps, SCORES: tl.constexpr, IS_NORMED: tl.constexpr):
     """Scores of the chosen experts as weights, without the factor: as softmax gives them, divided, and the divisor."""
     if SCORES == "logits":
-        weights = _scores(weights, chosen, "softmax")
+        weights = _scores(weights, chosen, "softmax", False)
     divisor = tl.sum(tl.where(chosen, weights, 0.0), axis=1)[:, None] + eps
     divided = weights
     if IS_NORMED:
@@ -117,6 +127,7 @@ def _forward(
     ROWS: tl.constexpr,
     SCORES: tl.constexpr,
     IS_NORMED: tl.constexpr,
+    IS_EXACT: tl.constexpr,
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
     BY_TWO: tl.constexpr,
@@ -127,7 +138,7 @@ def _forward(
     experts, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
     inside = (rows < num_tokens)[:, None] & (experts < NUM_EXPERTS)[None, :]
     logits = tl.load(logits_ptr + rows[:, None] * NUM_EXPERTS + experts[None, :], mask=inside, other=0.0).to(WIDE)
-    scores = _scores(logits, (experts < NUM_EXPERTS)[None, :], SCORES)
+    scores = _scores(logits, (experts < NUM_EXPERTS)[None, :], SCORES, IS_EXACT)
     choice = scores
     if bias_ptr is not None:
         choice += tl.load(bias_ptr + experts, mask=experts < NUM_EXPERTS, other=0.0).to(WIDE)[None, :]
@@ -166,6 +177,7 @@ def _backward(
     ROWS: tl.constexpr,
     SCORES: tl.constexpr,
     IS_NORMED: tl.constexpr,
+    IS_EXACT: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -177,7 +189,7 @@ def _backward(
     places = rows[:, None] * TOP_K + choices[None, :]
     index = tl.load(index_ptr + places, mask=mask, other=-1)
     gradient = tl.load(dweights_ptr + places, mask=mask, other=0.0).to(WIDE) * factor
-    scores = _scores(logits, (experts < NUM_EXPERTS)[None, :], SCORES)
+    scores = _scores(logits, (experts < NUM_EXPERTS)[None, :], SCORES, IS_EXACT)
     weights = tl.zeros([ROWS, CHOICES], dtype=WIDE)
     for number in tl.static_range(TOP_K):
         place = tl.sum(tl.where(choices[None, :] == number, index, 0), axis=1)
@@ -211,7 +223,8 @@ def _kernel(
     """The kernel, and how many tokens a program has; `dtypes` are those of logits, bias and weights, or of their gradient."""
     experts, choices = triton.next_power_of_2(num_experts), triton.next_power_of_2(variant.top_k)
     rows = max(1, _ELEMENTS // experts)
-    sizes = (num_experts, experts, variant.top_k, choices, rows, variant.scores, variant.eps is not None)
+    is_exact = not is_interpreted(_forward)  # the interpreter has no libdevice
+    sizes = (num_experts, experts, variant.top_k, choices, rows, variant.scores, variant.eps is not None, is_exact)
     if is_backward:
         return Kernel(_backward, (*sizes, tl.float32), num_warps=4), rows
     groups = (1, 1, False, 0.0)

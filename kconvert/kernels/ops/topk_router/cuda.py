@@ -11,6 +11,7 @@ from torch import nn
 from kconvert.kernels.cuda import CudaKernel
 from kconvert.kernels.ops.topk_router.layout import Choose, Routed, TopKRouterLayout
 from kconvert.kernels.registry import register_kernel
+from kconvert.kernels.router_variant import RouterVariant
 
 __all__ = ["CudaFusedRouter"]
 
@@ -25,6 +26,12 @@ def _device_code() -> Choose:
     from kconvert.kernels.triton.router import choose_experts
 
     return choose_experts
+
+
+def _choose(
+    logits: torch.Tensor, bias: torch.Tensor | None, variant: RouterVariant, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _device_code()(logits, bias, variant, dtype)
 
 
 def _is_power_of_2(number: int) -> bool:
@@ -45,7 +52,7 @@ class CudaFusedRouter(CudaKernel):
     @staticmethod
     def forward(module: nn.Module, hidden_states: torch.Tensor) -> Routed:
         """`hidden_states` `[..., n]` to logits `[T, E]`, weights and indices `[T, k]`, in the dtypes of the stock forward."""
-        return cast("TopKRouterLayout", module).kconvert_route(hidden_states, _device_code())
+        return cast("TopKRouterLayout", module).kconvert_route(hidden_states, _choose)
 
     @classmethod
     def supports(cls, module: nn.Module) -> str | None:

@@ -64,11 +64,12 @@ class TopKRouterLayout(Layout):
         The reference runs where a compiler traces the model, and where the variant is not proven: for another dtype than that of
         the weight, more dimensions than stock takes for rows, autocast, and after somebody has set another `top_k`.
         """
+        if torch.compiler.is_compiling():  # before anything is looked at, which a compiler would guard
+            return cast("Routed", self.reference(hidden))
         variant, own = self.variant, self._parameters
         weight = cast("torch.Tensor", own["weight"])
         if (
-            torch.compiler.is_compiling()
-            or isinstance(variant, str)
+            isinstance(variant, str)
             or self.top_k != variant.top_k
             or (hidden.dim() != 2 and not variant.flattens)
             or hidden.dtype != weight.dtype
@@ -78,6 +79,13 @@ class TopKRouterLayout(Layout):
         logits = router_logits(hidden, weight, own.get("bias"), variant)
         weights, index = choose(logits, getattr(self, CHOICE_BIAS) if variant.has_bias else None, variant, hidden.dtype)
         return logits, weights, index
+
+    @staticmethod
+    def kconvert_in_order(result: Any) -> Any:
+        """The experts of a token by their number."""
+        logits, weights, index = result
+        order = index.argsort(dim=-1)
+        return logits, weights.gather(-1, order), index.gather(-1, order)
 
     def facts(self) -> dict[str, Any]:
         """What is proven of the class, as the manifest stores it."""
