@@ -219,14 +219,17 @@ def gpu_kernels() -> str:
     parts = []
     for run in json.loads((RESULTS / "cuda_kernels.json").read_text()):
         peers = [name for name in _PEERS if any(name in row["seconds"] for row in run["rows"])]
+        timed = {name for row in run["rows"] for name in row["host_seconds"]}
+        on_host = [name for name in ("kernel", "reference", "torch", "liger") if name in timed]
         rows = []
         for row in run["rows"]:
             mode = "" if row["mode"] == "forward" else ", and backward"
             times = [_microseconds(row["seconds"].get(name)) for name in ("kernel", *peers)]
             share = "" if row["copy_share"] is None else f"{100 * row['copy_share']:.0f} %"
-            hosts = [_microseconds(row["host_seconds"].get(name)) for name in ("kernel", "torch", "liger")]
+            hosts = [_microseconds(row["host_seconds"].get(name)) for name in on_host]
             rows.append((row["case"] + mode, *times, share, " / ".join(hosts) if row["host_seconds"] else ""))
-        head = ("us", "kconvert", *(_PEERS[name] for name in peers), "of a copy", "host: kconvert / torch / Liger")
+        host = f"host: {' / '.join({'kernel': 'kconvert', **_PEERS}[name] for name in on_host)}" if on_host else "host"
+        head = ("us", "kconvert", *(_PEERS[name] for name in peers), "of a copy", host)
         kernel = run["rows"][0]["kernel"]
         parts.append(f"`{kernel}`\n\n{_table(head, rows)}")
     speed = f"{run['copy_bytes_per_second'] / 1e9:.0f}"

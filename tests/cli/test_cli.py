@@ -194,7 +194,7 @@ def test_list_kernels_by_device_and_without_probe(capsys: Capture) -> None:
     _, out, _ = _run(capsys, "list-kernels", "--device", "npu", "--no-probe", "--json")
     rows = json.loads(out)
     names = [*("decoder_layer", "gated_rmsnorm", "geglu", "moe", "moe_transposed", "qkv", "rmsnorm")]
-    names += ["rmsnorm_swiglu", "rope", "swiglu"]
+    names += ["rmsnorm_swiglu", "rope", "router", "swiglu"]
     assert [row["id"] for row in rows] == [f"npu_fused_{name}" for name in names]
     assert {row["available"] for row in rows} == {None}
 

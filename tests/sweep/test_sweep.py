@@ -127,7 +127,7 @@ def test_the_exit_code_says_whether_a_type_is_wrong(
     before = PAGE.read_bytes()
     assert main(["llama"]) == 0
     assert main(["llama", "qwen3"]) == 1
-    assert "| `qwen3` |  |  |  |  |  |  | WRONG | off by 1 |" in capsys.readouterr().out
+    assert "| `qwen3` |  |  |  |  |  |  |  | WRONG | off by 1 |" in capsys.readouterr().out
     assert PAGE.read_bytes() == before  # named types only show their rows
 
 
@@ -140,8 +140,8 @@ def test_the_page_is_written_from_the_outcomes_alone() -> None:
     text = write_report(outcomes, transformers="1", torch="2+cpu", tolerance=1e-5)
     assert text == write_report(outcomes[::-1], transformers="1", torch="2+cpu", tolerance=1e-5)
     assert list(read_rows(text).values()) == [
-        "| `a` |  |  |  |  |  | mapped | nothing fits | left out self_attn, \\*: no |",
-        "| `b` |  | 1 swiglu, 2 reference |  |  | 3 rmsnorm | same | equal | gate/up reference: odd \\| forward |",
+        "| `a` |  |  |  |  |  |  | mapped | nothing fits | left out self_attn, \\*: no |",
+        "| `b` |  | 1 swiglu, 2 reference |  |  | 3 rmsnorm |  | same | equal | gate/up reference: odd \\| forward |",
     ]
     assert (
         "| gate/up: a kernel in every module that has the layout | 0 |\n| gate/up: the reference in some | 1 |" in text
