@@ -132,21 +132,20 @@ def _forward(
     KEPT: tl.constexpr,
     BY_TWO: tl.constexpr,
     MASKED: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     experts, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
     inside = (rows < num_tokens)[:, None] & (experts < NUM_EXPERTS)[None, :]
-    logits = tl.load(logits_ptr + rows[:, None] * NUM_EXPERTS + experts[None, :], mask=inside, other=0.0).to(WIDE)
+    logits = tl.load(logits_ptr + rows[:, None] * NUM_EXPERTS + experts[None, :], mask=inside, other=0.0).to(tl.float32)
     scores = _scores(logits, (experts < NUM_EXPERTS)[None, :], SCORES, IS_EXACT)
     choice = scores
     if bias_ptr is not None:
-        choice += tl.load(bias_ptr + experts, mask=experts < NUM_EXPERTS, other=0.0).to(WIDE)[None, :]
+        choice += tl.load(bias_ptr + experts, mask=experts < NUM_EXPERTS, other=0.0).to(tl.float32)[None, :]
     if GROUPS > 1:
         choice = _in_best_groups(choice, ROWS, GROUPS, EXPERTS // GROUPS, KEPT, BY_TWO, MASKED)
     choice = tl.where((experts < NUM_EXPERTS)[None, :], _in_order(choice), float("-inf"))
     index = tl.zeros([ROWS, CHOICES], dtype=tl.int32)
-    weights = tl.zeros([ROWS, CHOICES], dtype=WIDE)
+    weights = tl.zeros([ROWS, CHOICES], dtype=tl.float32)
     for number in tl.static_range(TOP_K):
         best, choice = _best(choice, experts)
         score = tl.sum(tl.where(experts[None, :] == best[:, None], scores, 0.0), axis=1)
@@ -178,19 +177,18 @@ def _backward(
     SCORES: tl.constexpr,
     IS_NORMED: tl.constexpr,
     IS_EXACT: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     experts, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
     inside = (rows < num_tokens)[:, None] & (experts < NUM_EXPERTS)[None, :]
     chosen = (choices < TOP_K)[None, :]
     mask = (rows < num_tokens)[:, None] & chosen
-    logits = tl.load(logits_ptr + rows[:, None] * NUM_EXPERTS + experts[None, :], mask=inside, other=0.0).to(WIDE)
+    logits = tl.load(logits_ptr + rows[:, None] * NUM_EXPERTS + experts[None, :], mask=inside, other=0.0).to(tl.float32)
     places = rows[:, None] * TOP_K + choices[None, :]
     index = tl.load(index_ptr + places, mask=mask, other=-1)
-    gradient = tl.load(dweights_ptr + places, mask=mask, other=0.0).to(WIDE) * factor
+    gradient = tl.load(dweights_ptr + places, mask=mask, other=0.0).to(tl.float32) * factor
     scores = _scores(logits, (experts < NUM_EXPERTS)[None, :], SCORES, IS_EXACT)
-    weights = tl.zeros([ROWS, CHOICES], dtype=WIDE)
+    weights = tl.zeros([ROWS, CHOICES], dtype=tl.float32)
     for number in tl.static_range(TOP_K):
         place = tl.sum(tl.where(choices[None, :] == number, index, 0), axis=1)
         score = tl.sum(tl.where(experts[None, :] == place[:, None], scores, 0.0), axis=1)
@@ -200,7 +198,7 @@ def _backward(
         gradient = (gradient - tl.sum(tl.where(chosen, gradient * divided, 0.0), axis=1)[:, None]) / divisor
     if SCORES == "logits":
         gradient = weights * (gradient - tl.sum(tl.where(chosen, gradient * weights, 0.0), axis=1)[:, None])
-    dscores = tl.zeros([ROWS, EXPERTS], dtype=WIDE)
+    dscores = tl.zeros([ROWS, EXPERTS], dtype=tl.float32)
     for number in tl.static_range(TOP_K):
         is_number = choices[None, :] == number
         place = tl.sum(tl.where(is_number, index, 0), axis=1)
@@ -226,12 +224,12 @@ def _kernel(
     is_exact = not is_interpreted(_forward)  # the interpreter has no libdevice
     sizes = (num_experts, experts, variant.top_k, choices, rows, variant.scores, variant.eps is not None, is_exact)
     if is_backward:
-        return Kernel(_backward, (*sizes, tl.float32), num_warps=4), rows
+        return Kernel(_backward, sizes, num_warps=4), rows
     groups = (1, 1, False, 0.0)
     if variant.groups is not None:
         num_groups, num_kept, by_two, masks_with_zero = variant.groups
         groups = (num_groups, num_kept, by_two, 0.0 if masks_with_zero else float("-inf"))
-    return Kernel(_forward, (*sizes, *groups, tl.float32), num_warps=4), rows
+    return Kernel(_forward, (*sizes, *groups), num_warps=4), rows
 
 
 @lru_cache(maxsize=MOST_LAYOUTS)
