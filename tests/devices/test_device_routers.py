@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
+from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -38,6 +40,7 @@ STOCK: dict[str, Callable[[], nn.Module]] = {
     "gpt_oss": lambda: GptOssTopKRouter(config()),
     "granitemoe": lambda: GraniteMoeTopKRouter(config()),
     "deepseek_v3": lambda: DeepseekV3TopkRouter(config()),
+    "minimax_m2, given the bias": lambda: MiniMaxM2TopKRouter(config()),
     "deepseek_v3, one group": lambda: DeepseekV3TopkRouter(config(n_group=1, topk_group=1)),
 }
 
@@ -69,11 +72,14 @@ def test_the_same_experts_and_gradients(family: str, device: str, name: str, dty
     kernel = kernel_of(family)
     assert kernel.supports(packed) is None
     hidden = torch.randn(24, HIDDEN, generator=torch.Generator().manual_seed(2)).to(device, dtype)
+    bias = 0.3 * torch.randn(EXPERTS, generator=torch.Generator().manual_seed(3)).to(device)
+    given_bias = (bias,) if name == "minimax_m2, given the bias" else ()
     results: list[tuple[Any, ...]] = []
     for router in (stock, packed):
         given = hidden.clone().requires_grad_(kernel.has_backward)
         with torch.set_grad_enabled(kernel.has_backward):
-            logits, weights, index = router(given) if router is stock else kernel.forward(packed, given)
+            call = stock if router is stock else partial(kernel.forward, packed)
+            logits, weights, index = call(given, *given_bias)
         order = index.argsort(dim=1)
         weights, index = weights.gather(1, order), index.gather(1, order)
         if kernel.has_backward:
@@ -126,3 +132,12 @@ def test_what_the_proof_does_not_cover_runs_the_reference(
         _, _, index = kernel.forward(packed, hidden[0])
     assert index.shape == (3, 3)
     assert len(ran) == 3
+
+
+def test_a_bias_that_the_model_hands_over_may_have_a_name(family: str, device: str) -> None:
+    _, packed = pair("minimax_m2, given the bias", torch.float32, device)
+    hidden, bias = torch.randn(3, HIDDEN).to(device), torch.zeros(EXPERTS).to(device)
+    bias[[5, 7, 11, 13]] = 10.0
+    with torch.no_grad():
+        _, _, index = kernel_of(family).forward(packed, hidden, e_score_correction_bias=bias)
+    assert index.sort().values.tolist() == [[5, 7, 11, 13]] * 3

@@ -26,7 +26,7 @@ from kconvert.kernels.layout import is_patched
 from kconvert.kernels.ops.topk_router.cuda import CudaFusedRouter
 from kconvert.kernels.ops.topk_router.layout import TopKRouterLayout
 from kconvert.kernels.ops.topk_router.npu import NpuFusedRouter
-from kconvert.kernels.ops.topk_router.proof import CHOICE_BIAS, find_router
+from kconvert.kernels.ops.topk_router.proof import CHOICE_BIAS, find_router, is_given_bias
 from kconvert.kernels.router_variant import Groups, RouterVariant
 from tests.support import tiny_model
 
@@ -91,12 +91,17 @@ def randomised(module: nn.Module, seed: int, scale: float) -> nn.Module:
     return module
 
 
-def by_hand(module: Any, hidden: torch.Tensor, variant: RouterVariant) -> tuple[torch.Tensor, torch.Tensor]:
+def by_hand(
+    module: Any, hidden: torch.Tensor, choice_bias: torch.Tensor | None, variant: RouterVariant
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights of all experts `[T, E]`, 0 where one is not chosen, in float64; and by how much the last choice was one."""
     weight, bias = module.weight.double(), getattr(module, "bias", None)
     logits = F.linear(hidden.double(), weight, None if bias is None else bias.double())
     scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid(), "logits": logits}[variant.scores]
-    choice = scores + getattr(module, CHOICE_BIAS).double() if variant.has_bias else scores.clone()
+    choice = scores.clone()
+    if variant.has_bias:
+        assert choice_bias is not None
+        choice += choice_bias.double()
     if variant.groups is not None:
         num_groups, num_kept, by_two, masks_with_zero = variant.groups
         for row in choice:
@@ -124,6 +129,8 @@ KNOWN = {
     "GptOssTopKRouter": RouterVariant(3, "logits", flattens=False),
     "GraniteMoeTopKRouter": RouterVariant(3, "logits", "cast", flattens=False),
     "MiniMaxM3VLTopKRouter": RouterVariant(3, "sigmoid", eps=0.0, casts=False, has_bias=True, is_sorted=False),
+    "MiniMaxM2TopKRouter": RouterVariant(3, "sigmoid", eps=0.0, casts=False, has_bias=True, is_sorted=False),
+    "HYV3TopKRouter": RouterVariant(3, "sigmoid", "wide", 1e-20, 1.5, casts=False, has_bias=True, is_sorted=False),
     "DeepseekV2TopkRouter": RouterVariant(3, "softmax", "wide", None, 2.5, casts=False, is_sorted=False),
     "DeepseekV3TopkRouter": RouterVariant(
         3, "sigmoid", "wide", 1e-20, 2.5, False, True, Groups(4, 2, True, False), is_sorted=False
@@ -156,11 +163,13 @@ def test_every_router_is_known_or_refused(module: str, name: str) -> None:
     seen = 0
     for seed, scale in ((11, 0.3), (12, 2.0), (13, 0.01)):
         randomised(other, seed, scale)
-        hidden = torch.randn(50, 40, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        hidden, given = torch.randn(50, 40, generator=generator), 0.3 * torch.randn(32, generator=generator)
+        inputs = (hidden, given) if is_given_bias(other) else (hidden,)
         for training in (False, True):
             with torch.no_grad():
-                logits, weights, index = other.train(training)(hidden)
-                expected, margins = by_hand(other, hidden, variant)
+                logits, weights, index = other.train(training)(*inputs)
+                expected, margins = by_hand(other, hidden, getattr(other, CHOICE_BIAS, given), variant)
             clear = margins > 1e-5
             seen += int(clear.sum())
             assert logits.shape == (50, 32)

@@ -50,9 +50,11 @@ class CudaFusedRouter(CudaKernel):
     dtypes: ClassVar[frozenset[str] | None] = frozenset({"bfloat16", "float16", "float32"})
 
     @staticmethod
-    def forward(module: nn.Module, hidden_states: torch.Tensor) -> Routed:
+    def forward(
+        module: nn.Module, hidden_states: torch.Tensor, e_score_correction_bias: torch.Tensor | None = None
+    ) -> Routed:
         """`hidden_states` `[..., n]` to logits `[T, E]`, weights and indices `[T, k]`, in the dtypes of the stock forward."""
-        return cast("TopKRouterLayout", module).kconvert_route(hidden_states, _choose)
+        return cast("TopKRouterLayout", module).kconvert_route(hidden_states, e_score_correction_bias, _choose)
 
     @classmethod
     def supports(cls, module: nn.Module) -> str | None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kconvert.kernels.layout import Layout, other_inputs
-from kconvert.kernels.ops.topk_router.proof import CHOICE_BIAS, find_router
+from kconvert.kernels.ops.topk_router.proof import CHOICE_BIAS, find_router, is_given_bias
 from kconvert.kernels.ops.topk_router.spec import SPEC
 from kconvert.kernels.router_variant import RouterVariant, router_logits
 
@@ -38,7 +38,10 @@ class TopKRouterLayout(Layout):
 
     @classmethod
     def unfit(cls, modules: Sequence[nn.Module]) -> str | None:
-        """A module fits that has these tensors, no child, and an int `top_k`, and whose forward takes one tensor."""
+        """A module fits that has these tensors, no child, and an int `top_k`.
+
+        Its forward takes one tensor, and the bias of the choice where that is not the module's own (MiniMax-M2).
+        """
         (module,) = modules
         names = {name for name, each in (*module._parameters.items(), *module._buffers.items()) if each is not None}
         weight = module._parameters.get("weight")
@@ -48,7 +51,7 @@ class TopKRouterLayout(Layout):
             return "has no weight of two dimensions"
         if type(vars(module).get("top_k")) is not int:
             return "has no top_k"
-        return other_inputs(module)
+        return None if CHOICE_BIAS not in names and is_given_bias(module) else other_inputs(module)
 
     @property
     def variant(self) -> RouterVariant | str:
@@ -58,14 +61,16 @@ class TopKRouterLayout(Layout):
             found = self.__dict__["kconvert_router"] = find_router(self)
         return cast("RouterVariant | str", found)
 
-    def kconvert_route(self, hidden: torch.Tensor, choose: Choose) -> Routed:
+    def kconvert_route(self, hidden: torch.Tensor, given_bias: torch.Tensor | None, choose: Choose) -> Routed:
         """Logits, weights and indices for `hidden`, with what follows the product by `choose`.
+
+        `given_bias` is the bias of the choice where the stock forward takes it.
 
         The reference runs where a compiler traces the model, and where the variant is not proven: for another dtype than that of
         the weight, more dimensions than stock takes for rows, autocast, and after somebody has set another `top_k`.
         """
         if torch.compiler.is_compiling():  # before anything is looked at, which a compiler would guard
-            return cast("Routed", self.reference(hidden))
+            return self._reference(hidden, given_bias)
         variant, own = self.variant, self._parameters
         weight = cast("torch.Tensor", own["weight"])
         if (
@@ -75,10 +80,16 @@ class TopKRouterLayout(Layout):
             or hidden.dtype != weight.dtype
             or torch.is_autocast_enabled(hidden.device.type)
         ):
-            return cast("Routed", self.reference(hidden))
+            return self._reference(hidden, given_bias)
         logits = router_logits(hidden, weight, own.get("bias"), variant)
-        weights, index = choose(logits, getattr(self, CHOICE_BIAS) if variant.has_bias else None, variant, hidden.dtype)
+        bias = None
+        if variant.has_bias:
+            bias = getattr(self, CHOICE_BIAS) if given_bias is None else given_bias
+        weights, index = choose(logits, bias, variant, hidden.dtype)
         return logits, weights, index
+
+    def _reference(self, hidden: torch.Tensor, given_bias: torch.Tensor | None) -> Routed:
+        return cast("Routed", self.reference(hidden) if given_bias is None else self.reference(hidden, given_bias))
 
     @staticmethod
     def kconvert_in_order(result: Any) -> Any:

@@ -25,9 +25,11 @@ class NpuFusedRouter(NpuKernel):
     has_backward = False
 
     @staticmethod
-    def forward(module: nn.Module, hidden_states: torch.Tensor) -> Routed:
+    def forward(
+        module: nn.Module, hidden_states: torch.Tensor, e_score_correction_bias: torch.Tensor | None = None
+    ) -> Routed:
         """`hidden_states` `[..., n]` to logits `[T, E]`, weights and indices `[T, k]`, in the dtypes of the stock forward."""
-        return cast("TopKRouterLayout", module).kconvert_route(hidden_states, choose_experts)
+        return cast("TopKRouterLayout", module).kconvert_route(hidden_states, e_score_correction_bias, choose_experts)
 
     @classmethod
     def supports(cls, module: nn.Module) -> str | None:

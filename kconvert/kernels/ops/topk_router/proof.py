@@ -9,19 +9,22 @@ number of groups.  A forward that no variant reproduces is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from itertools import product
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from kconvert.kernels.layout import stock_twin
+from kconvert.kernels.layout import stock_class_of, stock_twin
 from kconvert.kernels.norm_proof import plain_key
 from kconvert.kernels.router_variant import Groups, RouterVariant, router_formula, router_logits
 
-__all__ = ["CHOICE_BIAS", "find_router"]
+__all__ = ["CHOICE_BIAS", "find_router", "is_given_bias"]
 
 CHOICE_BIAS = "e_score_correction_bias"
+"""What transformers calls the bias of the choice: a tensor of the router, or an input of its forward."""
+
 _TOKENS = 32
 _CLIFFS = 16
 """How often weights are drawn by which most scores are exactly 0: only then it shows what is chosen of these."""
@@ -59,6 +62,12 @@ def find_router(module: nn.Module) -> RouterVariant | str:
     if key not in _FOUND:
         _FOUND[key] = _find(module)
     return _FOUND[key]
+
+
+def is_given_bias(module: nn.Module) -> bool:
+    """Whether the stock forward takes the bias of the choice beside the hidden states."""
+    _, *names = signature(stock_class_of(module).forward).parameters
+    return names[1:] == [CHOICE_BIAS]
 
 
 def _find(module: nn.Module) -> RouterVariant | str:
@@ -99,10 +108,9 @@ def _made(module: nn.Module, generator: torch.Generator) -> _Tensors:
     num_experts, hidden = _shape(module)
     made = {"weight": _random(generator, num_experts, hidden) / hidden**0.5}
     named = (*module._parameters.items(), *module._buffers.items())
-    made |= {
-        name: 0.5 * _random(generator, num_experts) for name, each in named if each is not None and name != "weight"
-    }
-    return made
+    biases = [name for name, each in named if each is not None and name != "weight"]
+    biases += [CHOICE_BIAS] if is_given_bias(module) else []
+    return made | {name: 0.5 * _random(generator, num_experts) for name in biases}
 
 
 def _twin(module: nn.Module, tensors: _Tensors, *, training: bool) -> nn.Module:
@@ -113,6 +121,12 @@ def _twin(module: nn.Module, tensors: _Tensors, *, training: bool) -> nn.Module:
     twin._buffers.update({name: tensors[name] for name, each in module._buffers.items() if each is not None})
     twin.training = training
     return twin
+
+
+def _call(module: nn.Module, hidden: torch.Tensor, tensors: _Tensors, *, training: bool) -> Any:
+    """What the stock forward gives for `hidden` with these parameters, buffers and, where it takes one, bias."""
+    twin = _twin(module, tensors, training=training)
+    return twin(hidden, tensors[CHOICE_BIAS]) if is_given_bias(module) else twin(hidden)
 
 
 def _cases(module: nn.Module, generator: torch.Generator) -> Iterator[_Case]:
@@ -139,7 +153,7 @@ def _cases(module: nn.Module, generator: torch.Generator) -> Iterator[_Case]:
 
 
 def _case(module: nn.Module, hidden: torch.Tensor, tensors: _Tensors, *, training: bool) -> _Case:
-    found = _twin(module, tensors, training=training)(hidden.clone())
+    found = _call(module, hidden.clone(), tensors, training=training)
     logits, weights, index = found
     if type(found) is not tuple or logits.shape != (_TOKENS, _shape(module)[0]) or index.dtype != torch.int64:
         raise TypeError("another result")
@@ -149,10 +163,12 @@ def _case(module: nn.Module, hidden: torch.Tensor, tensors: _Tensors, *, trainin
 def _flattens(module: nn.Module, generator: torch.Generator) -> bool:
     """Whether hidden states of three dimensions give what their rows give."""
     _, width = _shape(module)
-    twin = _twin(module, _made(module, generator), training=False)
+    made = _made(module, generator)
     rows = _random(generator, _TOKENS, width)
     try:
-        found, expected = twin(rows.view(2, _TOKENS // 2, width)), twin(rows)
+        found, expected = (
+            _call(module, hidden, made, training=False) for hidden in (rows.view(2, _TOKENS // 2, width), rows)
+        )
     except Exception:  # noqa: BLE001 - a forward that takes rows only
         return False
     return all(map(_same_bits, found, expected))
@@ -168,7 +184,8 @@ def _variants(module: nn.Module, start: RouterVariant) -> Iterator[RouterVariant
     """Every variant with the logits of `start`."""
     own = vars(module)
     factors = dict.fromkeys((1.0, *(value for value in own.values() if type(value) is float)))
-    biases = (True, False) if CHOICE_BIAS in module._parameters or CHOICE_BIAS in module._buffers else (False,)
+    is_kept = CHOICE_BIAS in module._parameters or CHOICE_BIAS in module._buffers
+    biases = (True, False) if is_kept or is_given_bias(module) else (False,)
     for scores, eps, factor, casts, has_bias, groups, is_sorted in product(
         ("softmax", "sigmoid", "logits"), _EPS, factors, (True, False), biases, _groups(own), (True, False)
     ):
@@ -213,11 +230,12 @@ def _same_gradients(module: nn.Module, variant: RouterVariant, generator: torch.
     hidden = _random(generator, _TOKENS, width).requires_grad_()
     upstream = (_random(generator, _TOKENS, num_experts), _random(generator, _TOKENS, variant.top_k))
     with torch.enable_grad():
-        twin = _twin(module, tensors, training=True)
         leaves = {name: tensors[name].clone().requires_grad_() for name in names}
+        twin = _twin(module, tensors, training=True)
+        given = (hidden, tensors[CHOICE_BIAS]) if is_given_bias(module) else (hidden,)
         try:
             expected = torch.autograd.grad(
-                twin(hidden)[:2], [hidden, *(twin.get_parameter(name) for name in names)], upstream
+                twin(*given)[:2], [hidden, *(twin.get_parameter(name) for name in names)], upstream
             )
         except RuntimeError:  # some of it does not require a gradient, or takes none
             return False
