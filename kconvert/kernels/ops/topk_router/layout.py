@@ -82,9 +82,9 @@ class TopKRouterLayout(Layout):
         ):
             return self._reference(hidden, given_bias)
         logits = router_logits(hidden, weight, own.get("bias"), variant)
-        bias = None
-        if variant.has_bias:
-            bias = getattr(self, CHOICE_BIAS) if given_bias is None else given_bias
+        bias = given_bias if variant.has_bias else None
+        if variant.has_bias and bias is None:
+            bias = own[CHOICE_BIAS] if CHOICE_BIAS in own else self._buffers[CHOICE_BIAS]  # getattr finds it slowly
         weights, index = choose(logits, bias, variant, hidden.dtype)
         return logits, weights, index
 
