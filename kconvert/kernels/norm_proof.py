@@ -16,9 +16,10 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from kconvert.kernels.layout import stock_class_of, stock_twin
+from kconvert.kernels.layout import stock_twin
+from kconvert.kernels.proof import random_values, same_bits, same_gradients
 
-__all__ = ["Case", "Formula", "eps_of", "find_formula", "plain_key", "structure_reason", "weight_of"]
+__all__ = ["Case", "Formula", "eps_of", "find_formula", "structure_reason", "weight_of"]
 
 _Variant = TypeVar("_Variant")
 Formula: TypeAlias = Callable[[Sequence[torch.Tensor], torch.Tensor | None], torch.Tensor]
@@ -30,7 +31,6 @@ _MIXED = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _ROWS, _ROWS_OF_LONG, _LONG = 64, 16, 1024
 _ANY_SIZES = (48, 7)  # of a norm that has none of its own
-_GRADIENT_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -69,24 +69,6 @@ def structure_reason(module: nn.Module) -> str | None:
     return "its weight is not one-dimensional" if weight is not None and weight.dim() != 1 else None
 
 
-def plain_key(module: nn.Module) -> tuple[object, ...] | None:
-    """What the stock forward can depend on beside its weight, where that is plain values only; else None."""
-    known = vars(nn.Module())
-    own = {
-        name: value for name, value in vars(module).items() if name not in known and not name.startswith("kconvert_")
-    }
-    if any(value is not None and type(value) not in (bool, int, float, str) for value in own.values()):
-        return None
-    weight = weight_of(module)
-    return (
-        stock_class_of(module),
-        stock_class_of(module).forward,  # which somebody may have replaced since
-        None if weight is None else weight.shape[0],
-        tuple((name, buffer.dtype, tuple(buffer.shape)) for name, buffer in module.named_buffers()),
-        tuple(sorted((name, repr(value)) for name, value in own.items())),
-    )
-
-
 def find_formula(
     module: nn.Module, eps: float, formulas: Iterable[tuple[_Variant, Formula]], *, kind: str, num_inputs: int = 1
 ) -> tuple[_Variant, bool] | str:
@@ -119,22 +101,12 @@ def find_formula(
     return f"its forward is no known {kind} variant"
 
 
-def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    # whatever the default dtype is while a model loads
-    return torch.randn(shape, generator=generator, dtype=torch.float32)
-
-
 def _holds(formula: Formula, case: Case) -> bool:
     with torch.no_grad():
         try:
-            return _same_bits(case.output, formula(case.inputs, case.weight))
+            return same_bits(case.output, formula(case.inputs, case.weight))
         except RuntimeError:  # a formula that does not take inputs which the stock forward takes
             return False
-
-
-def _same_bits(found: object, expected: torch.Tensor) -> bool:
-    # torch.equal alone takes a float32 tensor of rounded values for a bfloat16 one
-    return isinstance(found, torch.Tensor) and found.dtype == expected.dtype and torch.equal(found, expected)
 
 
 def _sizes_of(module: nn.Module) -> tuple[int, ...]:
@@ -147,11 +119,11 @@ def _stock_cases(
 ) -> Iterator[Case | str]:
     """What the stock forward gives; a text where it does not run."""
     count = _ROWS if size <= _LONG else _ROWS_OF_LONG
-    rows = _random(generator, count, size)
+    rows = random_values(generator, count, size)
     rows[::2] *= max(eps, 1e-12) ** 0.5
     rows[1::8] *= 1e3
-    inputs = (rows, *(_random(generator, count, size) for _ in range(num_inputs - 1)))
-    weight = None if weight_of(module) is None else _random(generator, size)
+    inputs = (rows, *(random_values(generator, count, size) for _ in range(num_inputs - 1)))
+    weight = None if weight_of(module) is None else random_values(generator, size)
     for training, dtypes in product((False, True), _dtypes(num_inputs, weight is not None)):
         *input_dtypes, weight_dtype = dtypes
         given = tuple(each.to(dtype) for each, dtype in zip(inputs, input_dtypes, strict=True))
@@ -202,7 +174,7 @@ def _twin(
     twin = stock_twin(module, {} if weight is None else {"weight": nn.Parameter(weight)})
     for name, buffer in module._buffers.items():
         if buffer is not None:
-            twin._buffers[name] = _random(generator, *buffer.shape).to(buffer.dtype)
+            twin._buffers[name] = random_values(generator, *buffer.shape).to(buffer.dtype)
     twin.training = training
     return twin
 
@@ -210,18 +182,15 @@ def _twin(
 def _same_gradients(module: nn.Module, formula: Formula, num_inputs: int, generator: torch.Generator) -> bool:
     """Whether the stock forward and the formula have the same gradients in float32, within rounding."""
     size = _sizes_of(module)[0]
-    leaves = [_random(generator, 8, size).requires_grad_() for _ in range(num_inputs)]
-    weight = None if weight_of(module) is None else _random(generator, size).requires_grad_()
+    leaves = [random_values(generator, 8, size).requires_grad_() for _ in range(num_inputs)]
+    weight = None if weight_of(module) is None else random_values(generator, size).requires_grad_()
     twin = _twin(module, weight, True, generator)
     wanted = leaves if weight is None else [*leaves, twin.get_parameter("weight")]
-    upstream = _random(generator, 8, size)
+    upstream = random_values(generator, 8, size)
     with torch.enable_grad():
         try:
             expected = torch.autograd.grad(twin(*leaves), wanted, upstream)
         except RuntimeError:  # some of it does not require a gradient, or takes none
             return False
         found = torch.autograd.grad(formula(leaves, weight), leaves if weight is None else [*leaves, weight], upstream)
-    return all(
-        float((one - two).abs().max()) <= _GRADIENT_TOLERANCE * max(1.0, float(two.abs().max()))
-        for one, two in zip(found, expected, strict=True)
-    )
+    return same_gradients(found, expected)

@@ -110,7 +110,7 @@ def test_more_dimensions_are_rows(family: str, device: str, name: str) -> None:
 def test_what_the_proof_does_not_cover_runs_the_reference(
     family: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows in more dimensions that stock does not flatten, autocast, and a `top_k` that somebody has set."""
+    """Rows in more dimensions that stock does not flatten, and autocast."""
     _, packed = pair("gpt_oss", torch.float32, device)
     kernel = kernel_of(family)
     hidden = torch.randn(2, 3, HIDDEN).to(device)
@@ -128,10 +128,23 @@ def test_what_the_proof_does_not_cover_runs_the_reference(
         kernel.forward(packed, hidden)
         with torch.autocast(device, dtype=torch.bfloat16):
             kernel.forward(packed, hidden[0])
-        packed.top_k = 3
-        _, _, index = kernel.forward(packed, hidden[0])
-    assert index.shape == (3, 3)
-    assert len(ran) == 3
+    assert len(ran) == 2
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_k", 3), ("norm_topk_prob", False)])
+def test_what_somebody_sets_later_counts(family: str, device: str, name: str, value: Any) -> None:
+    """A stock forward reads it at every call."""
+    stock, packed = pair("qwen3_moe", torch.float32, device)
+    kernel = kernel_of(family)
+    hidden = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(2)).to(device)
+    with torch.no_grad():
+        before = kernel.forward(packed, hidden)[1]
+        for router in (stock, packed):
+            setattr(router, name, value)
+        found, expected = kernel.forward(packed, hidden), stock(hidden)
+    assert found[1].shape != before.shape or not torch.equal(found[1], before)
+    assert_near(found[1], expected[1], 5e-6)
+    assert torch.equal(found[2], expected[2])
 
 
 def test_a_bias_that_the_model_hands_over_may_have_a_name(family: str, device: str) -> None:

@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from kconvert.kernels.layout import Layout, stock_class_of
-from kconvert.kernels.norm_proof import Formula, eps_of, find_formula, plain_key, structure_reason, weight_of
+from kconvert.kernels.norm_proof import Formula, eps_of, find_formula, structure_reason, weight_of
 from kconvert.kernels.ops.gated_rms_norm.spec import SPEC
+from kconvert.kernels.proof import plain_key
 
 __all__ = ["GatedRMSNormLayout", "GatedRMSNormVariant", "gated_rms_norm_formula", "prove_gated_variant"]
 

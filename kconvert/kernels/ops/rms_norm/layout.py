@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from kconvert.kernels.layout import Layout, other_inputs
-from kconvert.kernels.norm_proof import Formula, eps_of, find_formula, plain_key, structure_reason, weight_of
+from kconvert.kernels.norm_proof import Formula, eps_of, find_formula, structure_reason, weight_of
 from kconvert.kernels.ops.rms_norm.spec import SPEC
+from kconvert.kernels.proof import plain_key
 
 __all__ = ["RMSNormLayout", "RMSNormVariant", "prove_variant", "rms_norm_formula"]
 

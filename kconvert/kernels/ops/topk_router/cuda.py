@@ -15,10 +15,8 @@ from kconvert.kernels.router_variant import RouterVariant
 
 __all__ = ["CudaFusedRouter"]
 
-_MOST_EXPERTS, _MOST_CHOICES = (
-    4096,
-    32,
-)  # a program holds all scores of a token, and goes through the choices one by one
+_MOST_EXPERTS = 4096  # a program holds all scores of a token
+_MOST_CHOICES = 32  # and goes through the choices one by one
 
 
 @cache

@@ -34,7 +34,6 @@ class TopKRouterLayout(Layout):
 
     spec = SPEC
     takes_one_tensor = False
-    top_k: int
 
     @classmethod
     def unfit(cls, modules: Sequence[nn.Module]) -> str | None:
@@ -53,9 +52,15 @@ class TopKRouterLayout(Layout):
             return "has no top_k"
         return None if CHOICE_BIAS not in names and is_given_bias(module) else other_inputs(module)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is set may be what the stock forward reads, as `top_k` is: the variant is found anew."""
+        super().__setattr__(name, value)
+        if name != "training":  # the proof runs both modes
+            self.__dict__.pop("kconvert_router", None)
+
     @property
     def variant(self) -> RouterVariant | str:
-        """The proven variant of this instance, or why it is none that is known; found once."""
+        """The proven variant of this instance as it is, or why it is none that is known."""
         found = self.__dict__.get("kconvert_router")
         if found is None:
             found = self.__dict__["kconvert_router"] = find_router(self)
@@ -67,7 +72,7 @@ class TopKRouterLayout(Layout):
         `given_bias` is the bias of the choice where the stock forward takes it.
 
         The reference runs where a compiler traces the model, and where the variant is not proven: for another dtype than that of
-        the weight, more dimensions than stock takes for rows, autocast, and after somebody has set another `top_k`.
+        the weight, more dimensions than stock takes for rows, autocast.
         """
         if torch.compiler.is_compiling():  # before anything is looked at, which a compiler would guard
             return self._reference(hidden, given_bias)
@@ -75,7 +80,6 @@ class TopKRouterLayout(Layout):
         weight = cast("torch.Tensor", own["weight"])
         if (
             isinstance(variant, str)
-            or self.top_k != variant.top_k
             or (hidden.dim() != 2 and not variant.flattens)
             or hidden.dtype != weight.dtype
             or torch.is_autocast_enabled(hidden.device.type)

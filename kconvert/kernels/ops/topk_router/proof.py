@@ -1,9 +1,9 @@
 """Which router a class is, found by running its own forward.
 
 The forward runs on random weights of the instance's sizes, on hidden states whose logits are ordinary, far apart, all but a
-few far below, all far below zero and all equal, in three dtypes and both modes.  Logits, weights and indices have to be the bits that a variant
-gives, and so, within rounding, the gradients.  Numbers that an instance keeps are tried where a variant has one: a factor, the
-number of groups.  A forward that no variant reproduces is refused.
+few far below, all far below zero and all equal, in three dtypes and both modes.  Logits, weights and indices have to be the
+bits that a variant gives, and so, within rounding, the gradients.  Numbers that an instance keeps are tried where a variant has
+one: a factor, the number of groups.  A forward that no variant reproduces is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from kconvert.kernels.layout import stock_class_of, stock_twin
-from kconvert.kernels.norm_proof import plain_key
+from kconvert.kernels.proof import plain_key, random_values, same_bits, same_gradients
 from kconvert.kernels.router_variant import Groups, RouterVariant, router_formula, router_logits
 
 __all__ = ["CHOICE_BIAS", "find_router", "is_given_bias"]
@@ -30,7 +30,6 @@ _CLIFFS = 16
 """How often weights are drawn by which most scores are exactly 0: only then it shows what is chosen of these."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _EPS = (None, 0.0, 1e-20)
-_GRADIENT_TOLERANCE = 1e-3
 
 _Tensors = dict[str, torch.Tensor]
 
@@ -55,10 +54,9 @@ def find_router(module: nn.Module) -> RouterVariant | str:
         module: `weight` `[E, n]`, maybe `bias` and a bias of the choice, and an int `top_k`; patched or not, on any device.  It
             is not changed.
     """
-    plain = plain_key(module)
-    if plain is None:
+    key = plain_key(module)
+    if key is None:
         return _find(module)
-    key = (plain, tuple((name, tuple(each.shape)) for name, each in module.named_parameters()))
     if key not in _FOUND:
         _FOUND[key] = _find(module)
     return _FOUND[key]
@@ -83,7 +81,7 @@ def _find(module: nn.Module) -> RouterVariant | str:
             made = [
                 router_logits(case.hidden, case.tensors["weight"], case.tensors.get("bias"), start) for case in cases
             ]
-            if not all(_same_bits(found, case.logits) for found, case in zip(made, cases, strict=True)):
+            if not all(same_bits(found, case.logits) for found, case in zip(made, cases, strict=True)):
                 continue
             for variant in _variants(module, start):
                 if all(_holds(variant, logits, case) for logits, case in zip(made, cases, strict=True)):
@@ -91,11 +89,6 @@ def _find(module: nn.Module) -> RouterVariant | str:
                         return "its gradients are not those of its forward"
                     return variant
     return "its forward is no known router variant"
-
-
-def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    # whatever the default dtype is while a model loads
-    return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:
@@ -106,11 +99,11 @@ def _shape(module: nn.Module) -> tuple[int, int]:
 def _made(module: nn.Module, generator: torch.Generator) -> _Tensors:
     """Random parameters and buffers in float32, for logits of about 1."""
     num_experts, hidden = _shape(module)
-    made = {"weight": _random(generator, num_experts, hidden) / hidden**0.5}
+    made = {"weight": random_values(generator, num_experts, hidden) / hidden**0.5}
     named = (*module._parameters.items(), *module._buffers.items())
     biases = [name for name, each in named if each is not None and name != "weight"]
     biases += [CHOICE_BIAS] if is_given_bias(module) else []
-    return made | {name: 0.5 * _random(generator, num_experts) for name in biases}
+    return made | {name: 0.5 * random_values(generator, num_experts) for name in biases}
 
 
 def _twin(module: nn.Module, tensors: _Tensors, *, training: bool) -> nn.Module:
@@ -123,17 +116,16 @@ def _twin(module: nn.Module, tensors: _Tensors, *, training: bool) -> nn.Module:
     return twin
 
 
-def _call(module: nn.Module, hidden: torch.Tensor, tensors: _Tensors, *, training: bool) -> Any:
-    """What the stock forward gives for `hidden` with these parameters, buffers and, where it takes one, bias."""
-    twin = _twin(module, tensors, training=training)
-    return twin(hidden, tensors[CHOICE_BIAS]) if is_given_bias(module) else twin(hidden)
+def _call(twin: nn.Module, hidden: torch.Tensor, tensors: _Tensors) -> Any:
+    """What a twin of these tensors gives for `hidden`, and for the bias where it takes one."""
+    return twin(hidden, tensors[CHOICE_BIAS]) if is_given_bias(twin) else twin(hidden)
 
 
 def _cases(module: nn.Module, generator: torch.Generator) -> Iterator[_Case]:
     """Raises: whatever the stock forward raises, and TypeError where it gives something else."""
     num_experts, width = _shape(module)
     made = _made(module, generator)
-    rows = _random(generator, _TOKENS, width)
+    rows = random_values(generator, _TOKENS, width)
     sunk = {**made, "weight": made["weight"].abs()}
     inputs = (
         (rows, made),
@@ -148,12 +140,12 @@ def _cases(module: nn.Module, generator: torch.Generator) -> Iterator[_Case]:
     single = torch.eye(width).repeat(-(-_TOKENS // width), 1)[:_TOKENS]
     for _ in range(_CLIFFS):
         is_low = torch.rand(num_experts, width, generator=generator) < 0.8
-        weight = torch.where(is_low, -300.0, 3.0 * _random(generator, num_experts, width))
+        weight = torch.where(is_low, -300.0, 3.0 * random_values(generator, num_experts, width))
         yield _case(module, single, {**made, "weight": weight}, training=False)
 
 
 def _case(module: nn.Module, hidden: torch.Tensor, tensors: _Tensors, *, training: bool) -> _Case:
-    found = _call(module, hidden.clone(), tensors, training=training)
+    found = _call(_twin(module, tensors, training=training), hidden.clone(), tensors)
     logits, weights, index = found
     if type(found) is not tuple or logits.shape != (_TOKENS, _shape(module)[0]) or index.dtype != torch.int64:
         raise TypeError("another result")
@@ -164,14 +156,12 @@ def _flattens(module: nn.Module, generator: torch.Generator) -> bool:
     """Whether hidden states of three dimensions give what their rows give."""
     _, width = _shape(module)
     made = _made(module, generator)
-    rows = _random(generator, _TOKENS, width)
+    twin, rows = _twin(module, made, training=False), random_values(generator, _TOKENS, width)
     try:
-        found, expected = (
-            _call(module, hidden, made, training=False) for hidden in (rows.view(2, _TOKENS // 2, width), rows)
-        )
+        found, expected = (_call(twin, hidden, made) for hidden in (rows.view(2, _TOKENS // 2, width), rows))
     except Exception:  # noqa: BLE001 - a forward that takes rows only
         return False
-    return all(map(_same_bits, found, expected))
+    return all(map(same_bits, found, expected))
 
 
 def _products(module: nn.Module, *, flattens: bool) -> Iterator[RouterVariant]:
@@ -213,13 +203,8 @@ def _holds(variant: RouterVariant, logits: torch.Tensor, case: _Case) -> bool:
         found = router_formula(logits, case.tensors.get(CHOICE_BIAS), variant, case.hidden.dtype)
     except RuntimeError:  # sizes that the variant does not take
         return False
-    return all(map(_same_bits, found, (case.weights, case.ids)))
-
-
-def _same_bits(found: object, expected: object) -> bool:
-    if not isinstance(found, torch.Tensor) or not isinstance(expected, torch.Tensor) or found.shape != expected.shape:
-        return False
-    return found.dtype == expected.dtype and torch.allclose(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
+    # a sum of weights may be 0, and is divided by
+    return all(same_bits(*pair, equal_nan=True) for pair in zip(found, (case.weights, case.ids), strict=True))
 
 
 def _same_gradients(module: nn.Module, variant: RouterVariant, generator: torch.Generator) -> bool:
@@ -227,22 +212,17 @@ def _same_gradients(module: nn.Module, variant: RouterVariant, generator: torch.
     num_experts, width = _shape(module)
     tensors = _made(module, generator)
     names = [name for name, each in module._parameters.items() if each is not None and name != CHOICE_BIAS]
-    hidden = _random(generator, _TOKENS, width).requires_grad_()
-    upstream = (_random(generator, _TOKENS, num_experts), _random(generator, _TOKENS, variant.top_k))
+    hidden = random_values(generator, _TOKENS, width).requires_grad_()
+    upstream = (random_values(generator, _TOKENS, num_experts), random_values(generator, _TOKENS, variant.top_k))
     with torch.enable_grad():
         leaves = {name: tensors[name].clone().requires_grad_() for name in names}
         twin = _twin(module, tensors, training=True)
-        given = (hidden, tensors[CHOICE_BIAS]) if is_given_bias(module) else (hidden,)
+        own = [twin.get_parameter(name) for name in names]
         try:
-            expected = torch.autograd.grad(
-                twin(*given)[:2], [hidden, *(twin.get_parameter(name) for name in names)], upstream
-            )
+            expected = torch.autograd.grad(_call(twin, hidden, tensors)[:2], [hidden, *own], upstream)
         except RuntimeError:  # some of it does not require a gradient, or takes none
             return False
         logits = router_logits(hidden, leaves["weight"], leaves.get("bias"), variant)
         weights, _ = router_formula(logits, tensors.get(CHOICE_BIAS), variant, hidden.dtype)
         found = torch.autograd.grad((logits, weights), [hidden, *leaves.values()], upstream)
-    return all(
-        float((one - two).abs().max()) <= _GRADIENT_TOLERANCE * max(1.0, float(two.abs().max()))
-        for one, two in zip(found, expected, strict=True)
-    )
+    return same_gradients(found, expected)
